@@ -178,15 +178,16 @@ class Collectives:
         """Process group of `tensor_members` or `expert_members`; there must be several."""
         return self._groups[members]
 
-    def lost_member(self, error: RuntimeError) -> PipelineError | None:
+    def lost_member(self, error: RuntimeError, module: str = "") -> PipelineError | None:
         """The error to raise for one of an action that came from a collective in a divided module, or in attention of a
-        context group; None for others."""
+        context group; None for others. `module`: name of the one that was in its forward."""
         dividing = {*self.tensor_members, *self.expert_members}
         others = sorted({*dividing, *self.context_members} - {self.rank})
         if not others or not _BACKEND_ERROR.search(str(error)):
             return None
         kind = PipelineTimeout if "timed out" in str(error).lower() else PeerLost
         where = "a divided module" if len(dividing) > 1 else "attention of a context group"
+        where += f", {module!r}" if module else ""
         return kind(f"in {where}, together with {self._place.names_of(others)} ({short_reason(error)})", peers=others)
 
     def tensor_sum(self, tensor: torch.Tensor, *, what: str) -> None:

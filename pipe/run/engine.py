@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from traceback import walk_tb
 
 import torch
 
-from ...comm import PipelineError, Transport
+from ...comm import PipelineError, PipelineTimeout, Transport
 from ...schedules import Action, Collective, Message, Schedule, ScheduleError, check
 from ...schedules.messages import Transfer
 from ...schedules.program import RankProgram, Wait, Work
@@ -83,7 +84,8 @@ class Engine:
     def __init__(self, run: Run, ranks: Sequence[LocalRank]) -> None:
         self.ranks = ranks
         self._guard, self._seeder = run.guard, run.seeder
-        self._lost_member = run.collectives.lost_member  # of a tensor group, as the cause of an action's error
+        self._lost_member = run.collectives.lost_member  # of a group of members, as the cause of an action's error
+        self._root = run.root
         self._timeout = run.options.timeout
 
     def run(self, programs: Mapping[int, RankProgram]) -> None:
@@ -144,10 +146,18 @@ class Engine:
         return True
 
     def _explain(self, error: RuntimeError, local: LocalRank, instruction: Instruction | None) -> None:
-        known = error if isinstance(error, PipelineError) else self._lost_member(error)
+        known = error if isinstance(error, PipelineError) else self._lost_member(error, self._module_of(error))
         if known is not None:
             story = f"rank {local.worker.rank}: {known}, {_story(local, instruction)}"
+            if known is not error and isinstance(known, PipelineTimeout):
+                story += ". Did all of them make the same calls (train_step, eval_step, predict), in the same order?"
             raise type(known)(story, peers=known.peers) from error
+
+    def _module_of(self, error: BaseException) -> str:
+        """Name of the innermost module in whose forward an error was raised; "" in a backward."""
+        names = {id(module): name for name, module in self._root.named_modules()}
+        forwards = [id(frame.f_locals.get("self")) for frame, _ in walk_tb(error.__traceback__)]
+        return next((names[each] for each in reversed(forwards) if each in names), "")
 
     def drop(self) -> None:
         for local in self.ranks:
@@ -202,5 +212,7 @@ def _story(local: LocalRank, instruction: Instruction | None) -> str:
     where = f"to {instruction}" if is_named else "at the end of the batch"
     if isinstance(instruction, Wait) and instruction.before is not None:
         where = f"needed before {instruction.before}"
+    elif isinstance(instruction, Action):
+        where = f"in {instruction}"
     last = " ".join(map(str, local.recorder.last_actions())) or "none yet in this batch"
     return f"{where}; last actions of rank {local.worker.rank}: {last}"

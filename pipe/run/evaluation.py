@@ -247,7 +247,7 @@ class Evaluation:
         if num_replicas > 1:
             with self._run.guard.together():
                 fitting = min(
-                    self._run.collectives.gather(fitting, what="agreeing on the microbatches of an evaluation")
+                    self._run.collectives.gather(fitting, what="agreeing on the microbatches of eval_step or predict")
                 )
         elif (members := self._run.layout.place.mesh.expert) > 1:  # of a plan, which run as many each
             if fitting < members:
