@@ -354,10 +354,14 @@ class Topology:
 
     def groups(self, size: int, *, stride: int = 1) -> list[range]:
         """Groups of `size` ranks, `stride` apart: one for each that has a place of its own."""
-        width = size * stride
-        inner = self.num_devices // self.level_sizes[-1]  # places repeat from one outermost group to the next
-        starts = {start % inner: start for start in range(0, self.num_devices - width + 1, width)}
-        return [range(start, start + width, stride) for start in starts.values()]
+        width, found = size * stride, {}
+        inner = self.num_devices // self.level_sizes[-1]  # with equal links, places repeat in each outermost group
+        for start in range(0, self.num_devices - width + 1, width):
+            for first in range(start, start + stride):
+                group = range(first, first + width - stride + 1, stride)
+                cards: object = first if self._node_links else self._slowness(_indices(group))
+                found[first % inner, cards] = group
+        return list(found.values())
 
     def ring_of_ranges(self, first: Index, last: Index, slowness: Floats | float) -> Floats:
         """Seconds a byte of sums over the devices first..last, with so slow a network card, elementwise; latency is

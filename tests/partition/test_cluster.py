@@ -268,6 +268,33 @@ def test_the_sums_of_a_tensor_group_wait_for_slow_cards_as_others_do() -> None:
             assert ring.seconds_a_byte == 2 * 3 / 4 / 8 + 2 * 1 / 2 / 2 * speed / share
 
 
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        Cluster.parse("4x3:a=8B/s,b=2B/s"),
+        Cluster.parse("2x2x3:a=8B/s,b=4B/s,c=1B/s"),
+        Cluster(
+            levels=(Level(name="a", size=3, bandwidth=8.0), Level(name="b", size=4, bandwidth=2.0)),
+            kinds=(DeviceKind(name="x"), DeviceKind(name="y", link_speed=0.25), DeviceKind(name="z", link_speed=0.5)),
+            nodes=("y", "x", "z", "x"),
+        ),
+        Cluster(
+            levels=(Level(name="a", size=2, bandwidth=8.0), Level(name="b", size=6, bandwidth=2.0)),
+            node_links=((1, 2, 0.5, 0.0), (2, 1, 0.5, 0.0)),
+        ),
+    ],
+)
+def test_groups_of_members_have_the_rings_of_all_places(cluster: Cluster) -> None:
+    """Of nodes with slow cards or links the last was priced; of groups inside each other those of the first members."""
+    topology = Topology(cluster)
+    for tensor, context in ((1, 2), (1, 3), (2, 2), (2, 3), (3, 2), (4, 3), (1, 12), (5, 2)):
+        width = tensor * context
+        starts = [s + t for s in range(0, cluster.num_devices - width + 1, width) for t in range(tensor)]
+        everywhere = [range(first, first + width - tensor + 1, tensor) for first in starts]
+        for find in (topology.ring, topology.all_to_all):
+            assert {*map(find, topology.groups(context, stride=tensor))} == {*map(find, everywhere)}
+
+
 def test_a_number_goes_up_a_tree_of_nodes() -> None:
     topology = Topology(Cluster.parse("5x4:a=8B/s@1s,b=2B/s@5s"))
     assert topology.small_sum(range(20)) == 2 * (3 * 1 + 3 * 5)
