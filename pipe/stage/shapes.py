@@ -204,7 +204,7 @@ class InferredStages:
         there = None
         rest_ran = size > 2 and self._known.get(self._key(inputs.resized(size - 1)))  # of an uneven batch
         sizes = (size - 1, size + 1) if rest_ran else (size + 1, size - 1)
-        for other in filter(None, sizes):  # where neither runs, dimensions of this size are taken
+        for other in filter(None, (*sizes, 2 * size)):  # the last for members that divide samples evenly
             try:
                 there = self.outputs(inputs.resized(other))[-1]
             except ValueError as error:

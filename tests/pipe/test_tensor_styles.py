@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from stagewright import Mesh, PipelineModule
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -442,3 +444,18 @@ def test_undone() -> None:
     assert [type(module) for module in model.modules()] == kinds
     assert (layer.self_attn.num_heads, layer.linear1.out_features, layer.activation_relu_or_gelu) == (4, 40, 1)
     assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+
+
+def predicted() -> float:
+    """How far the output is from the plain model's, for microbatches with as many samples as features."""
+    plain, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).double(), numbers(8, 6)
+    model, mesh = copy.deepcopy(plain), Mesh(tensor=2, tensor_parallel={"0": "samples"})
+    found = PipelineModule(model, mesh=mesh, num_microbatches=4).predict(x)
+    return far(found, plain(x).detach()) if isinstance(found, Tensor) else torch.inf
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_predictions_of_divided_samples_are_joined(gloo: Pool) -> None:
+    """Of the sizes of a microbatch that were tried, the members divided none, and it came as a list."""
+    assert max(gloo.run(predicted, ranks=2)) < 1e-12
