@@ -138,7 +138,7 @@ class Regions:
         weights = [(empty, empty.data) for plain in region.plain.values() for empty in plain.parameters()]
         found = ran(region.modules, given)
 
-        def plainly(rounding: float = 0.0, number: int = 0) -> Ran:
+        def plainly(rounding: float = 0.0, number: int = 0) -> PartRun:
             for empty, whole in weights:
                 empty.data = rounded(whole, rounding, number)
             expected = ran(region.plain, given)
@@ -213,7 +213,7 @@ def _parts(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[tuple[
     return list(found)
 
 
-class Ran(NamedTuple):
+class PartRun(NamedTuple):
     """Outputs, gradients of inputs and of weights, buffers; tolerance and rounding of the shortest type computed in."""
 
     outs: list[Tensor]
@@ -224,7 +224,7 @@ class Ran(NamedTuple):
     rounding: float
 
 
-def ran(modules: Mapping[str, nn.Module], given: tuple[Any, Any], *, trains: bool = False) -> Ran:
+def ran(modules: Mapping[str, nn.Module], given: tuple[Any, Any], *, trains: bool = False) -> PartRun:
     """Outputs and gradients of modules one after the other, in evaluation mode unless it `trains`; keeps `.grad`."""
     modes = [(module, module.training) for each in modules.values() for module in each.modules()]
     kept = [(p, p.grad) for each in modules.values() for p in each.parameters()]
@@ -249,7 +249,7 @@ def ran(modules: Mapping[str, nn.Module], given: tuple[Any, Any], *, trains: boo
             weights = {f"{name}.{key}": p.grad for name, each in modules.items() for key, p in each.named_parameters()}
             buffers = {key: x for name, each in modules.items() for key, x in buffers_of(name, each).items()}
             own = [x.detach() for x in outs], [x.grad for x in leaves]
-            return Ran(*own, weights, buffers, *types)
+            return PartRun(*own, weights, buffers, *types)
         finally:
             for parameter, gradient in kept:
                 parameter.grad = gradient
@@ -257,7 +257,7 @@ def ran(modules: Mapping[str, nn.Module], given: tuple[Any, Any], *, trains: boo
                 module.training = training
 
 
-def departure(expected: Ran, found: Ran, again: Callable[[float, int], Ran]) -> str | None:
+def departure(expected: PartRun, found: PartRun, again: Callable[[float, int], PartRun]) -> str | None:
     """Text for the first of outputs, then backwards of gradients, then buffers, that differs; `again` runs the plain
     modules with weights that are `rounded` by a share, in a numbered sample."""
     weights = [(f"the gradient of {key!r}", x, found.by_name.get(key)) for key, x in reversed(expected.by_name.items())]
@@ -395,7 +395,7 @@ class UnitsBeside:
 
     def _plainly(
         self, named: tuple[str, nn.Module], call: _Call, step: int, rounding: float = 0.0, number: int = 0
-    ) -> Ran:
+    ) -> PartRun:
         name, unit = named
         own = {id(x) for x in (*unit.parameters(), *unit.buffers())}
         others = [x for x in (*self._root.parameters(), *self._root.buffers()) if id(x) not in own]
@@ -407,7 +407,7 @@ class UnitsBeside:
         plain.unload()
         return found
 
-    def _as_it_runs(self, name: str, unit: nn.Module, call: _Call, step: int) -> Ran:
+    def _as_it_runs(self, name: str, unit: nn.Module, call: _Call, step: int) -> PartRun:
         stage, given, module = self._stages[unit], KeptInputs(*call.given), nn.Module()
 
         def forward(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -431,4 +431,4 @@ class UnitsBeside:
         weights = {f"{name}.{key}": p.grad for key, p in unit.named_parameters()}
         self._drop_gradients()
         wanted = [x for x, want in zip(by_input, wants, strict=True) if want]
-        return Ran(list(outs), wanted, weights, buffers, 0.0, 0.0)
+        return PartRun(list(outs), wanted, weights, buffers, 0.0, 0.0)
