@@ -57,14 +57,11 @@ class Flat:
 
     Arguments:
         like: shapes and types, in the same order on both sides.
-
-    Attributes:
-        buckets: positions of the tensors in each.
     """
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
         self.like = tuple(like)
-        self.buckets = tuple(buckets_of(self.like))
+        self.buckets = tuple(buckets_of(self.like))  # positions of the tensors in each
 
     def specs(self) -> list[TensorSpec]:
         numels = [sum(self.like[i].numel() for i in bucket) for bucket in self.buckets]
@@ -87,16 +84,13 @@ class BucketSum(Flat):
 
     Arguments:
         ranks: that make the same sum, with buckets that leave in the same order; None: all processes.
-
-    Attributes:
-        left: the buckets that have left, by number.
     """
 
     def __init__(
         self, like: Sequence[torch.Tensor], collectives: Collectives, *, what: str, ranks: Sequence[int] | None = None
     ) -> None:
         super().__init__(like)
-        self.left: dict[int, torch.Tensor] = {}
+        self.left: dict[int, torch.Tensor] = {}  # the buckets that have left, by number
         self._collectives = collectives
         self._what, self._ranks = what, ranks
         self._waits: list[Callable[[], None]] = []

@@ -77,17 +77,12 @@ def short_reason(error: BaseException) -> str:
 
 
 class Account(NamedTuple):
-    """Report of a rank that failed.
+    """Report of a rank that failed."""
 
-    peers: the ranks that it waited for; none: the error was its own.
-    gave_up: its wait timed out (else it lost a connection).
-    refusal: message of a ValueError of this package's own; empty: it is something else.
-    """
-
-    peers: tuple[int, ...]
-    gave_up: bool
+    peers: tuple[int, ...]  # the ranks that it waited for; none: the error was its own
+    gave_up: bool  # its wait timed out (else it lost a connection)
     text: str
-    refusal: str = ""
+    refusal: str = ""  # message of a ValueError of this package's own; empty: it is something else
 
     @classmethod
     def of(cls, error: BaseException) -> Account:

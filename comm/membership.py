@@ -57,16 +57,11 @@ def admitted(rank: int, life: int) -> str:
 
 
 class Verdict(NamedTuple):
-    """Outcome of an epoch.
+    """Outcome of an epoch."""
 
-    members: the remaining processes, by their first numbers.
-    is_whole: whether all of them have the gradient of the step, or have made the step.
-    failed: why the run ends; empty: it continues.
-    """
-
-    members: tuple[int, ...]
-    is_whole: bool
-    failed: str
+    members: tuple[int, ...]  # the remaining processes, by their first numbers
+    is_whole: bool  # whether all of them have the gradient of the step, or have made the step
+    failed: str  # why the run ends; empty: it continues
 
 
 class Membership:

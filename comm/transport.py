@@ -17,18 +17,14 @@ from ..schedules import Message
 
 
 class TensorSpec(NamedTuple):
-    """Layout of a tensor in a message.
-
-    stride: without gaps or overlaps. The receiver's is the same, since random masks are drawn in memory order.
-    requires_grad: whether its gradient is sent back.
-    in_parts: whether all members of a tensor group hold the same values, so that each may send a part.
-    """
+    """Layout of a tensor in a message."""
 
     shape: tuple[int, ...]
+    # Without gaps or overlaps. The receiver's is the same, since random masks are drawn in memory order.
     stride: tuple[int, ...]
     dtype: torch.dtype
-    requires_grad: bool
-    in_parts: bool = False
+    requires_grad: bool  # whether its gradient is sent back
+    in_parts: bool = False  # whether all members of a tensor group hold the same values, so that each may send a part
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:

@@ -30,11 +30,6 @@ class BatchReader:
         example: arguments that the stages were built for.
         slices_agree: called once with the first microbatch and its slices, where their values are known.
 
-    Attributes:
-        reads_inputs: slots of the model's inputs whose values the stages of this process read; the others may be
-            passed as meta tensors (shapes alone).
-        reads_target: whether they read the target's, too.
-
     An error of a batch is raised on every rank alike, unless each replica has its own batch: then it is reported to the
     others, which would continue without this one.
     """
@@ -71,7 +66,10 @@ class BatchReader:
         self._like = [k // num_replicas * n + q for k in range(M) for q in range(n)]
         self._is_own = [k in self._own for k in range(M) for _ in range(n)]
         self._stages, self._is_chain = run.local_stages, options.model is None or is_sequential(options.model)
+        # Slots of the model's inputs whose values the stages of this process read; the others may be passed as meta
+        # tensors (shapes alone).
         self.reads_inputs = self._inputs_read(inference.example)
+        # Whether they read the target's, too.
         self.reads_target = has_loss and schedule.num_stages - 1 in run.local_stages
 
     def read(self, given: Given, *, step: int, call: Identity) -> Batch:

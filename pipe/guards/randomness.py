@@ -256,20 +256,14 @@ class Seeder:
 
 
 class _Global:
-    """A global generator other than torch's: Python's.
-
-    Attributes:
-        units: that draw from it; the loss until it is known.
-        known_until: the last step for which only these are seeded, then all. A batch has one rule.
-        is_for_unit: whether it was last seeded for a unit, not for an action.
-    """
+    """A global generator other than torch's: Python's."""
 
     name = "Python's random numbers"
 
     def __init__(self) -> None:
-        self.units = {_LOSS}
-        self.known_until = math.inf
-        self.is_for_unit = False
+        self.units = {_LOSS}  # that draw from it; the loss until it is known
+        self.known_until = math.inf  # the last step for which only these are seeded, then all. A batch has one rule
+        self.is_for_unit = False  # whether it was last seeded for a unit, not for an action
         self._kept: Any = None
 
     def position(self) -> object:

@@ -43,24 +43,17 @@ from ..update.rank_update import RankUpdate
 
 @dataclass(frozen=True, slots=True)
 class _Ports:
-    """Sources and destinations of the tensors of one stage.
+    """Sources and destinations of the tensors of one stage."""
 
-    takes: wires of activations that it consumes.
-    inputs: (number among these, position in its message), for each input that another stage makes. Inputs of the model,
-        whose number depends on its arguments, follow after them.
-    wants_grad: for each of these.
-    outputs: wires of its outputs, with their slots.
-    graded: for each output, whether it may get a gradient.
-    gradients: wires of gradients of its outputs, with their slots.
-    input_gradients: wires of gradients of its inputs, with (position in its message, input).
-    """
-
-    takes: tuple[Wire, ...]
+    takes: tuple[Wire, ...]  # wires of activations that it consumes
+    # (number among these, position in its message), for each input that another stage makes. Inputs of the model, whose
+    # number depends on its arguments, follow after them.
     inputs: tuple[tuple[int, int], ...]
-    wants_grad: tuple[bool, ...]
-    outputs: tuple[tuple[Wire, tuple[int, ...]], ...]
-    graded: tuple[bool, ...]
-    gradients: tuple[tuple[Wire, tuple[int, ...]], ...]
+    wants_grad: tuple[bool, ...]  # for each of these
+    outputs: tuple[tuple[Wire, tuple[int, ...]], ...]  # wires of its outputs, with their slots
+    graded: tuple[bool, ...]  # for each output, whether it may get a gradient
+    gradients: tuple[tuple[Wire, tuple[int, ...]], ...]  # wires of gradients of its outputs, with their slots
+    # Wires of gradients of its inputs, with (position in its message, input).
     input_gradients: tuple[tuple[Wire, tuple[tuple[int, int], ...]], ...]
 
 

@@ -77,30 +77,22 @@ _AXIS_OF = {"pp": "pipe", "dp": "data", "cp": "context", "ep": "expert", "tp": "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(GivenOptions):
-    """The arguments after they are read. Raises ValueError for values that make no sense.
+    """The arguments after they are read. Raises ValueError for values that make no sense."""
 
-    Arguments:
-        model: None: it is given as stages.
-        schedule: None: the default.
-        kind: of what was given as the schedule, such as Slices.
-        sizes: of the mesh, by axis; None if the number of processes decides.
-        calls: reads the arguments of `train_step` and similar calls.
-        loss_fn: a ModelLoss if the model returns its own loss.
-    """
-
-    model: nn.Module | None = None
+    model: nn.Module | None = None  # None: it is given as stages
     stages: Sequence[nn.Module] | None = None
-    schedule: ScheduleLike | Plan | None = None
-    kind: type | None = None
+    schedule: ScheduleLike | Plan | None = None  # None: the default
+    kind: type | None = None  # of what was given as the schedule, such as Slices
     slices: Slices = field(default_factory=Slices)
     sequence_dims: BatchDims = field(default_factory=dict)
     auto: Auto = field(default_factory=Auto)
     correction: ErrorFeedback | None = None
     flush_first: int = 0
     mesh: Mesh = field(default_factory=Mesh)
-    sizes: Mapping[str, int] | None = None
+    sizes: Mapping[str, int] | None = None  # of the mesh, by axis; None if the number of processes decides
+    # Reads the arguments of `train_step` and similar calls.
     calls: CallReader = field(default_factory=partial(CallReader, None, has_target=True, batch_dims={}))
-    loss_fn: Callable[[Any, Any], Any] | None = None
+    loss_fn: Callable[[Any, Any], Any] | None = None  # a ModelLoss if the model returns its own loss
     grad_scaler: GradScaler | None = None
     compile: Mapping[str, Any] | None = None
     device: torch.device

@@ -41,13 +41,10 @@ class _Abandoned(BaseException):
 
 
 class Exchanges:
-    """Exchanges within the actions of one process.
-
-    Attributes:
-        recorder: of its rank, which notes them for the action that runs; None: not noted.
-    """
+    """Exchanges within the actions of one process."""
 
     def __init__(self, seeder: Seeder) -> None:
+        # Of its rank, which notes them for the action that runs; None: not noted.
         self.recorder: RankRecorder | None = None
         self._seeder = seeder
         self._turns: _Turns | None = None

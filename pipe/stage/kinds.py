@@ -12,15 +12,11 @@ _Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 class TensorKinds:
-    """Those of all tensors, by name, as they were when the stages were built, or last followed.
-
-    Attributes:
-        changes: how often any was followed.
-    """
+    """Those of all tensors, by name, as they were when the stages were built, or last followed."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._known = {name: _kind(x) for name, x in tensors.items()}
-        self.changes = 0
+        self.changes = 0  # how often any was followed
 
     def follow(
         self,

@@ -41,21 +41,16 @@ _DECIDES_ALIKE = (
 
 
 class _Live(NamedTuple):
-    """State of a microbatch between its forward and its backward.
+    """State of a microbatch between its forward and its backward."""
 
-    module: that ran it.
-    outputs: with their graph; None: the forward runs again, with this target and these buffers.
-    moving: activations that may leave the rank.
-    """
-
-    module: StageModule
+    module: StageModule  # that ran it
     leaves: Tensors
-    outputs: Tensors | None
+    outputs: Tensors | None  # with their graph; None: the forward runs again, with this target and these buffers
     target: object
     version: int
     buffers: Snapshot
     is_split: bool
-    moving: Activations | None
+    moving: Activations | None  # activations that may leave the rank
 
 
 class Stage:

@@ -53,7 +53,6 @@ class Update(ABC):
         shards: this rank's parts of the parameters that it divides with others.
 
     Attributes:
-        gate: entered before weights or optimizer state are written.
         scale: of all gradients of the newest batch, relative to those of its backwards.
     """
 
@@ -70,7 +69,7 @@ class Update(ABC):
         recorders: Mapping[int, RankRecorder],
         loss_scale: LossScale | None = None,
     ) -> None:
-        self.gate = UpdateGate()
+        self.gate = UpdateGate()  # entered before weights or optimizer state are written
         self.ownership = ownership
         self.recorders = recorders
         self.loss_scale = loss_scale

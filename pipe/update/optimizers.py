@@ -46,12 +46,6 @@ class StageOptimizers:
         feedback: corrects late gradients.
 
     Raises ValueError for a wrong type of optimizer or scheduler, for a parameter that was not given, or is held twice.
-
-    Attributes:
-        optimizers: in the order in which they were returned. They are made with whole parameters, whose groups may
-            depend on shapes and names, and hold parts of them after `divide`.
-        schedulers: of each optimizer; empty without `lr_scheduler`.
-        names: by id of a parameter, and of a part in its place; named: the parameters as they were given.
     """
 
     def __init__(
@@ -68,6 +62,7 @@ class StageOptimizers:
     ) -> None:
         self.stage = stage
         self.versions = versions
+        # By id of a parameter, and of a part in its place.
         self.names = {id(parameter): name for name, parameter in parameters}
         self.named, self._parameters = [*parameters], [parameter for _, parameter in parameters]
         self._feedback = feedback
@@ -75,9 +70,12 @@ class StageOptimizers:
         self.is_tried = False  # for a statistic over several stages
         self.parts: Mapping[str, ShardedParameter] = {}
         self._away: list[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter]] = []  # wholes replaced by parts
+        # In the order in which they were returned. They are made with whole parameters, whose groups may depend on
+        # shapes and names, and hold parts of them after `divide`.
         self.optimizers = tuple(make_optimizers(factory, parameters, where=where)) if parameters else ()
         self._refuse_others(where, model)
         self._refuse_twice(where)
+        # Of each optimizer; empty without `lr_scheduler`.
         self.schedulers = tuple(_scheduler(lr_scheduler, one) for one in self.optimizers if lr_scheduler is not None)
         self.options = BatchOptions(self.optimizers)
 

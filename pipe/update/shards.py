@@ -119,10 +119,6 @@ class Shards:
         stages: the parts of each stage that has any, in the same order on all ranks of the stage.
         several: names of those that several stages of the rank use.
         apart: whether weights are freed between two batches.
-
-    Attributes:
-        parts: all of them, by name.
-        awaited: by stage, weights that are being gathered.
     """
 
     def __init__(
@@ -134,9 +130,9 @@ class Shards:
         several: Collection[str] = (),
         apart: bool = False,
     ) -> None:
-        self.parts = {part.name: part for parts in stages.values() for part in parts}
+        self.parts = {part.name: part for parts in stages.values() for part in parts}  # all of them, by name
         self.apart = apart
-        self.awaited: dict[int, Wait] = {}
+        self.awaited: dict[int, Wait] = {}  # by stage, weights that are being gathered
         self._stages = stages
         self._several = frozenset(several)
         self.collectives = collectives
