@@ -52,12 +52,8 @@ def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Te
 class Flat:
     """How tensors travel to other ranks: in flat buckets.
 
-    A bucket holds tensors of one type, together at most BUCKET_BYTES; one of ALONE_BYTES or more is alone in its own,
-    an empty one in none.
-
-    Arguments:
-        like: shapes and types, in the same order on both sides.
-    """
+    A bucket holds tensors of one type, together at most BUCKET_BYTES; one of ALONE_BYTES or more is alone in its
+    own, an empty one in none. `like`: shapes and types, in the same order on both sides."""
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
         self.like = tuple(like)
@@ -80,11 +76,8 @@ class Flat:
 
 
 class BucketSum(Flat):
-    """Tensors that are summed over ranks, each bucket by an all-reduce that overlaps with compute.
-
-    Arguments:
-        ranks: that make the same sum, with buckets that leave in the same order; None: all processes.
-    """
+    """Tensors that are summed over ranks, each bucket by an all-reduce that overlaps with compute. `ranks`: that
+    make the same sum, with buckets that leave in the same order; None: all processes."""
 
     def __init__(
         self, like: Sequence[torch.Tensor], collectives: Collectives, *, what: str, ranks: Sequence[int] | None = None

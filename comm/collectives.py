@@ -19,6 +19,7 @@ from .groups import Groups
 from .mesh import MeshPlace
 from .process_group import break_group
 from .sealed import compact
+from .transport import memory_of
 
 T = TypeVar("T")
 
@@ -97,26 +98,21 @@ class Collectives:
         `tensor` may not be touched.
 
         Sums among the same ranks are carried out in order: all ranks must begin them in the same order. The time-out
-        counts only while a rank waits, not while it still computes.
-
-        Arguments:
-            on_through: called when the sum is complete or has failed, on another thread (CUDA: at once, on a stream
-                that waits for it).
-        """
+        counts only while a rank waits, not while it still computes. `on_through`: called when the sum is complete or
+        has failed, on another thread (CUDA: at once, on a stream that waits for it)."""
         if ranks is None and self.alone:
             return lambda: None
         processes = self._everyone if ranks is None else self._processes(ranks)
         if ranks is not None and self._place.is_uneven(ranks) and not self.is_first_member:
             tensor.zero_()  # what all members of its group hold counts once
-        options = dist.AllreduceOptions()  # of a sum
-        limit = self._in_the_background(options)
-        wire = self._on_wire(tensor)
+        options, wire = dist.AllreduceOptions(), self._on_wire(tensor)  # of a sum
         values = torch.view_as_real(wire) if tensor.is_complex() else wire
-        work = self._run(lambda group: group.allreduce([values], options), processes, what)
-        _tell(work, on_through)
+        summed = self._begin(
+            lambda group: group.allreduce([values], options), options, processes, what=what, on_through=on_through
+        )
 
         def wait() -> None:
-            self._run(lambda _: work.wait(*limit), processes, what)
+            summed()
             _put_back(wire, tensor)
 
         return wait
@@ -169,13 +165,8 @@ class Collectives:
 
     # Over the tensor group, whose members make the same calls in the same order
 
-    @property
-    def context_group(self) -> dist.ProcessGroup:
-        """The processes that hold the other tokens of this rank's sequences; there must be several."""
-        return self._groups[self.context_members]
-
     def group_of(self, members: tuple[int, ...]) -> dist.ProcessGroup:
-        """Process group of `tensor_members` or `expert_members`; there must be several."""
+        """Process group of `tensor_members`, `context_members` or `expert_members`; there must be several."""
         return self._groups[members]
 
     def lost_member(self, error: RuntimeError) -> PipelineError | None:
@@ -193,16 +184,19 @@ class Collectives:
         if len(self.tensor_members) > 1:
             self._run(lambda group: dist.all_reduce(tensor, group=group), self.tensor_members, what)
 
-    def tensor_gather(self, tensor: torch.Tensor, *, what: str) -> list[torch.Tensor]:
-        return self._tensors(tensor, self.tensor_members, what)
-
-    def context_gather(self, tensor: torch.Tensor, *, what: str) -> list[torch.Tensor]:
-        """`tensor` of each member of the context group."""
-        return self._tensors(tensor, self.context_members, what)
-
     def gather_among(self, members: tuple[int, ...], mine: T, *, what: str) -> list[T]:
         """Values of each of `tensor_members` or `expert_members`."""
         return [mine] if len(members) == 1 else self._gather(mine, members, what)
+
+    def tensors_among(self, members: tuple[int, ...], tensor: torch.Tensor, *, what: str) -> list[torch.Tensor]:
+        """`tensor`, of one shape and type, of each of `tensor_members` or `context_members`."""
+        if len(members) == 1:
+            return [tensor]
+        mine = tensor.contiguous()
+        found = [torch.empty_like(mine) for _ in members]
+        into, wire = [memory_of(each).view(torch.uint8) for each in found], memory_of(mine).view(torch.uint8)
+        self._run(lambda group: dist.all_gather(into, wire, group=group), members, what)
+        return found
 
     def tensor_first(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
         """`tensor` of the first member of the tensor group; elsewhere it gives shape and type."""
@@ -241,9 +235,9 @@ class Collectives:
             wait = self._begin(
                 lambda group: group._reduce_scatter_base(total, wire.view(-1), options),
                 options,
-                ranks,
-                what,
-                on_through,
+                self._processes(ranks),
+                what=what,
+                on_through=on_through,
             )
 
             def scattered() -> torch.Tensor:
@@ -285,7 +279,13 @@ class Collectives:
         torch.cat([piece.reshape(-1) for piece in own], out=wire[: sizes[processes.index(self.rank)]])
         whole = wire.new_empty(len(ranks), max(sizes))
         into, sent = whole.view(-1).view(torch.uint8), wire.view(torch.uint8)  # backends know few types
-        wait = self._begin(lambda group: group._allgather_base(into, sent, options), options, ranks, what, on_through)
+        wait = self._begin(
+            lambda group: group._allgather_base(into, sent, options),
+            options,
+            self._processes(ranks),
+            what=what,
+            on_through=on_through,
+        )
         row = {process: at for at, process in enumerate(sorted(processes))}
 
         def received() -> list[torch.Tensor]:
@@ -325,7 +325,11 @@ class Collectives:
         takes, gives = ([width * size for size in sizes] for sizes in (incoming, outgoing))
         options = dist.AllToAllOptions()
         arrived = self._begin(
-            lambda group: group.alltoall_base(into, wire, takes, gives, options), options, ranks, what, on_through
+            lambda group: group.alltoall_base(into, wire, takes, gives, options),
+            options,
+            self._processes(ranks),
+            what=what,
+            on_through=on_through,
         )
 
         def wait() -> list[torch.Tensor]:
@@ -355,14 +359,19 @@ class Collectives:
         self,
         collective: Callable[[dist.ProcessGroup], dist.Work],
         options: _Options,
-        ranks: Sequence[int],
+        processes: tuple[int, ...],
+        *,
         what: str,
         on_through: Callable[[], None] | None,
     ) -> Callable[[], None]:
-        """Begin a collective over these ranks, given its own options; the returned function waits."""
-        limit, processes = self._in_the_background(options), self._processes(ranks)
+        """Begin a collective, given its own options, which only times out while it is waited for; the returned function
+        waits. With NCCL waiting does not block the host: its own watchdog ends what takes too long."""
+        options.asyncOp, limit = True, list[timedelta]()
+        if self.groups.backend != "nccl":
+            options.timeout, limit = _EVER, [timedelta(seconds=self._timeout)]
         work = self._run(collective, processes, what)
-        _tell(work, on_through)
+        if on_through is not None:
+            work.get_future().add_done_callback(lambda _: on_through())
 
         def wait() -> None:
             self._run(lambda _: work.wait(*limit), processes, what)
@@ -386,30 +395,12 @@ class Collectives:
         missing = [each for each in dict.fromkeys(tuple(sorted(one)) for one in wanted) if each not in self._groups]
         self._groups.update(zip(missing, self.groups.make(*missing), strict=True))
 
-    def _in_the_background(self, options: _Options) -> list[timedelta]:
-        """Set options of an operation that only times out while it is waited for; returns the arguments of `wait`. With
-        NCCL waiting does not block the host: its own watchdog ends what takes too long."""
-        options.asyncOp = True
-        if self.groups.backend == "nccl":
-            return []
-        options.timeout = _EVER
-        return [timedelta(seconds=self._timeout)]
-
     def _broadcast(self, tensor: torch.Tensor, source: int, processes: tuple[int, ...], what: str) -> torch.Tensor:
         own = tensor if self.rank == source else torch.empty(tensor.shape, dtype=tensor.dtype, device=self.groups.wire)
         buffer = own.to(self.groups.wire).contiguous()
-        wire = _bytes(buffer)
+        wire = memory_of(buffer).view(torch.uint8)  # backends know few types
         self._run(lambda group: dist.broadcast(wire, src=source, group=group), processes, what)
         return buffer.to(self.device)
-
-    def _tensors(self, tensor: torch.Tensor, members: tuple[int, ...], what: str) -> list[torch.Tensor]:
-        if len(members) == 1:
-            return [tensor]
-        mine = tensor.contiguous()
-        found = [torch.empty_like(mine) for _ in members]
-        into, wire = [_bytes(each) for each in found], _bytes(mine)
-        self._run(lambda group: dist.all_gather(into, wire, group=group), members, what)
-        return found
 
     def _gather(self, mine: T, processes: tuple[int, ...], what: str) -> list[T]:
         if self.alone:
@@ -436,11 +427,6 @@ class Collectives:
         return self.groups.as_one(lambda: collective(group), what=what, processes=processes)
 
 
-def _tell(work: dist.Work, on_through: Callable[[], None] | None) -> None:
-    if on_through is not None:
-        work.get_future().add_done_callback(lambda _: on_through())
-
-
 def _put_back(wire: torch.Tensor, tensor: torch.Tensor) -> None:
     if wire is not tensor:
         tensor.copy_(wire)
@@ -448,8 +434,3 @@ def _put_back(wire: torch.Tensor, tensor: torch.Tensor) -> None:
 
 def _own(process: int, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return next(tuple(sorted(group)) for group in groups if process in group)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Its memory as bytes: backends support few types. One element without gaps may have any stride."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -299,9 +299,7 @@ def _leave_to_torchrun(error: BaseException, text: str) -> None:
 
 def find_cause(rank: int, reports: Mapping[int, Account], place: MeshPlace | None = None) -> tuple[str, bool]:
     """Follow who waited for whom, beginning at process `rank`: (the cause, whether no later report can change it).
-
-    Arguments:
-        place: names the processes; None: ranks.
+    `place`: names the processes; None: ranks.
 
     >>> find_cause(0, {0: Account((1,), False, ""), 1: Account((2,), True, "rank 1: waited 3.0 s")})[0]
     'rank 2, which rank 1 waited for, reports nothing: it is stalled, or still busy (rank 1: waited 3.0 s)'

@@ -61,11 +61,8 @@ class LineFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLevel:
-    """One level of links, as `Level` of a Cluster describes it.
-
-    Arguments:
-        bandwidth, residual: medians over the pairs [bytes/s], relative; at most the sustained rate of a stream.
-    """
+    """One level of links, as `Level` of a Cluster describes it. `bandwidth`, `residual`: medians over the pairs
+    [bytes/s], relative; at most the sustained rate of a stream."""
 
     name: str  # "host" or "network"
     size: int  # number of ranks, or of groups of the level below, that it joins

@@ -90,5 +90,6 @@ class PartsTransport(ProcessGroupTransport):
         return part if len(part) == size else torch.cat([part, part.new_zeros(size - len(part))])
 
     def _join(self, part: torch.Tensor, spec: TensorSpec, message: Message) -> torch.Tensor:
-        parts = self._collectives.tensor_gather(part, what=f"gathering the parts of the {message}")
+        together, what = self._collectives, f"gathering the parts of the {message}"
+        parts = together.tensors_among(together.tensor_members, part, what=what)
         return torch.cat(parts)[: prod(spec.shape)].as_strided(spec.shape, spec.stride)

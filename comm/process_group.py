@@ -33,7 +33,7 @@ import torch.distributed as dist
 from ..schedules import Action, Message, MessageKind, Op
 from ..schedules.messages import STAGE_KINDS
 from .failures import PeerLost, PipelineTimeout, short_reason
-from .transport import TensorSpec, Transport, in_layout
+from .transport import TensorSpec, Transport, in_layout, memory_of
 
 Link = tuple[int, int]  # (sender, receiver), ranks of the schedule
 
@@ -241,9 +241,7 @@ def _on_wire(spec: TensorSpec) -> tuple[int, bool, bool]:
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor without gaps, in order; as bytes where not every backend supports its type."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # one element may have any stride, and bytes need this one
-    return flat.view(torch.uint8) if tensor.dtype in _AS_BYTES else flat
+    return memory_of(tensor).view(torch.uint8) if tensor.dtype in _AS_BYTES else memory_of(tensor)
 
 
 def _arrival(message: Message, peer: int) -> str:

@@ -39,6 +39,11 @@ def in_layout(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(tensor)
 
 
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor without gaps, in order. One element may have any stride, and bytes need this one."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 class Transport(ABC):
     """One rank's end of its links. By default nothing is held or in flight, so there is nothing to free or wait for."""
 

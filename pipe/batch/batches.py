@@ -259,14 +259,11 @@ def check_same_batch(batch: Batch, collectives: Collectives, *, device: torch.de
     compared when losses arrive: ranks of the last stage, which do not wait, learn of it later. `called`: see
     `ContextAttention`."""
     step = batch.step
-    for members, gather, why in (
-        (collectives.tensor_members, collectives.tensor_gather, _ONE_RANK),
-        (collectives.context_members, collectives.context_gather, _ONE_SEQUENCE),
-    ):
+    for members, why in ((collectives.tensor_members, _ONE_RANK), (collectives.context_members, _ONE_SEQUENCE)):
         if len(members) == 1:
             continue
         own = torch.tensor([*batch.identity, called], dtype=torch.float64, device=device)
-        gathered = [one.tolist() for one in gather(own, what="comparing batches")]
+        gathered = [one.tolist() for one in collectives.tensors_among(members, own, what="comparing batches")]
         first, *others = (Identity(*one[:-1]) for one in gathered)
         names = [collectives.name_of(member) for member in members]
         for name, theirs in zip(names[1:], others, strict=True):

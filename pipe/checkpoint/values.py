@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...comm.transport import memory_of
+
 Json = Any  # None, bool, int, float, str, or lists and dicts of them
 
 FORMAT_NAMES = {  # of torch's types, in files of tensors
@@ -106,8 +108,7 @@ def decode(value: Json) -> Any:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Bytes of its elements in order, without a copy if they are contiguous on the CPU."""
-    whole = tensor.detach().to("cpu").contiguous()
-    flat = whole.as_strided((whole.numel(),), (1,))  # one element may have any stride, and bytes need this one
+    flat = memory_of(tensor.detach().to("cpu").contiguous())
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 

@@ -244,11 +244,8 @@ def split_parameters(
 
 
 class ShardedParameter:
-    """A parameter of which this rank has a part.
-
-    Arguments:
-        apart: whether the part has separate memory, and the whole parameter may be freed.
-    """
+    """A parameter of which this rank has a part. `apart`: whether the part has separate memory, and the whole
+    parameter may be freed."""
 
     def __init__(self, name: str, whole: nn.Parameter, split: ParameterSplit, rank: int, *, apart: bool) -> None:
         self.name = name

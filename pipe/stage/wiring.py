@@ -28,9 +28,7 @@ def _edges(stages: Sequence[StageModule], specs: OutputSpecs) -> tuple[Edge, ...
 
 class Mode:
     """The pipeline in one mode, training or evaluation (forwards alone), and the tensors of each wire in it.
-
-    Arguments:
-        undivided: outputs before a tensor group divided the model: those of unchanged size are equal on all members.
+    `undivided`: outputs before a tensor group divided the model: those of unchanged size are equal on all members.
 
     Raises ValueError for a stage that makes a gradient where the schedule runs no backward of it.
     """

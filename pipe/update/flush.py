@@ -297,7 +297,7 @@ def shared_sums(ownership: Ownership, shards: Shards, collective: Collective, ra
             parts=[shards.parts[name] for name in some] if are_parts else (),
             collectives=run.collectives,
             compare=ownership.group.compare_gradients if run.layout.place.is_uneven(holders) else None,
-            another=next((each.sums for each in run.added if each.sums is not None), None),
+            added=run.added,
         )
         for (are_parts, holders), some in sorted(together.items(), key=lambda one: not one[0][0])
     ]
