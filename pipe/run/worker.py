@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -315,6 +316,47 @@ class TrainingWorker(Worker):
                 self._emit(message, total)
             else:
                 self._sums[message] = num_parts + 1, total
+
+
+class OverlappingWorker(TrainingWorker):
+    """A worker that runs a forward and the backward after it together where the schedule says so, see
+    `shards.exchanges`.
+
+        engine    F(s, k) ─────────────────────────> sends of F ──> B(t, j) ──> sends of B
+        worker    F with B in its exchanges ──> |                   the rest of B
+
+    The program is the same as without: the forward waits for the inputs of both, and what it makes leaves as soon as it
+    ends.
+    """
+
+    overlaps = True
+
+    def __init__(self, run: Run, *args: Any, **kwargs: Any) -> None:
+        super().__init__(run, *args, **kwargs)
+        self._exchanges = run.exchanges
+        self._together = run.layout.schedule.together
+        self._begun: Action | None = None  # a backward
+
+    def follow(self, schedule: Schedule) -> None:
+        super().follow(schedule)
+        self._together = schedule.together
+
+    def run(self, action: Action) -> None:
+        backward = self._together.get(action)
+        if backward is not None:
+            run = super().run
+            self._exchanges.forward(lambda: run(action), lambda: run(backward))
+            self._begun = backward
+        elif action == self._begun:
+            self._begun = None
+            self._exchanges.rest_of_backward()
+        else:
+            super().run(action)
+
+    def drop(self) -> None:
+        self._begun = None
+        self._exchanges.drop()
+        super().drop()
 
 
 class EvaluationWorker(Worker):
