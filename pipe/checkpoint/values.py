@@ -71,7 +71,8 @@ def encode(value: object, *, what: str) -> Json:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if isinstance(value, torch.Tensor):
-        return _encode_tensor(value, what=what)
+        name = dtype_name(value, what=what)
+        return {"tensor": name, "shape": list(value.shape), "data": _text(tensor_bytes(value))}
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OV":  # objects, and records of fields
         return {"array": str(value.dtype), "shape": list(value.shape), "data": _text(value.tobytes())}
     if isinstance(value, bytes):
@@ -120,11 +121,6 @@ def dtype_name(tensor: torch.Tensor, *, what: str) -> str:
             f"{what} is a tensor of {tensor.dtype}, {tensor.layout}: expected a dense one of {', '.join(DTYPES)}"
         )
     return name
-
-
-def _encode_tensor(tensor: torch.Tensor, *, what: str) -> Json:
-    name = dtype_name(tensor, what=what)
-    return {"tensor": name, "shape": list(tensor.shape), "data": _text(tensor_bytes(tensor))}
 
 
 def _decode_tagged(value: dict[str, Json]) -> Any:

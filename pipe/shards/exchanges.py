@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from threading import Semaphore, Thread
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import overrides
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -28,12 +28,6 @@ if TYPE_CHECKING:
     from ..trace.recorder import RankRecorder
 
 _PATIENCE = 5.0  # [s] for a backward to stop whose forward has failed
-
-
-class Begun(Protocol):
-    """A collective that has begun."""
-
-    def wait(self) -> object: ...
 
 
 class _Abandoned(BaseException):
@@ -49,8 +43,8 @@ class Exchanges:
         self._seeder = seeder
         self._turns: _Turns | None = None
 
-    def through(self, begin: Callable[[], Begun]) -> None:
-        """Begin a collective and wait for it; meanwhile the other action of a pair runs."""
+    def through(self, begin: Callable[[], Any]) -> None:
+        """Begin a collective and wait for what `begin` returns; meanwhile the other action of a pair runs."""
         with self.noted():
             begun = begin()
             if self._turns is not None:
