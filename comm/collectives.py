@@ -136,17 +136,13 @@ class Collectives:
     def alike(
         self,
         mine: T,
+        # Describes how the values of two processes, each after its number, differ; None: they agree.
         differing: Callable[[int, T, int, T], str | None] = lambda *_: None,
         *,
         what: str,
-        problem: str = "",
+        problem: str = "",  # an earlier error of this process: then all of them raise it
     ) -> list[T]:
-        """Values of every process, by its number. Raises ValueError on all where they differ; the run continues.
-
-        Arguments:
-            differing: describes how the values of two processes, each after its number, differ; None: they agree.
-            problem: an earlier error of this process: then all of them raise it.
-        """
+        """Values of every process, by its number. Raises ValueError on all where they differ; the run continues."""
         everyone = self.gather((problem, mine), what=what)
         text = next((its for its, _ in everyone if its), None)
         different: dict[int, T] = {}  # by the first process that gives it
@@ -208,22 +204,18 @@ class Collectives:
 
     def begin_reduce_scatter(
         self,
+        # By rank, tensors of one type; of the same sizes on all ranks. What is sent is copied at once.
         parts: Sequence[Sequence[torch.Tensor]],
         *,
         what: str,
         ranks: Sequence[int],
-        on_through: Callable[[], None] | None = None,
+        on_through: Callable[[], None] | None = None,  # as of `begin_all_reduce`
     ) -> Callable[[], torch.Tensor]:
         """Begin to sum part i of all these ranks on the i-th of them; the returned function waits and returns this
         rank's sum, flat.
 
         NCCL sums along its rings, level by level. gloo's reduce-scatter is an all-reduce, of twice the bytes: there
-        each part is sent to its rank, which adds them in the order of the ranks: the same bits each time.
-
-        Arguments:
-            parts: by rank, tensors of one type; of the same sizes on all ranks. What is sent is copied at once.
-            on_through: as of `begin_all_reduce`.
-        """
+        each part is sent to its rank, which adds them in the order of the ranks: the same bits each time."""
         processes = self._in_order(ranks)
         own, sizes = processes.index(self.rank), [sum(piece.numel() for piece in part) for part in parts]
         kind = parts[own][0].dtype
@@ -259,19 +251,14 @@ class Collectives:
     def begin_all_gather(
         self,
         own: Sequence[torch.Tensor],
-        sizes: Sequence[int],
+        sizes: Sequence[int],  # by rank, elements
         *,
         what: str,
         ranks: Sequence[int],
-        on_through: Callable[[], None] | None = None,
+        on_through: Callable[[], None] | None = None,  # as of `begin_all_reduce`
     ) -> Callable[[], list[torch.Tensor]]:
         """Begin to send this rank's tensors, of one type, to all these ranks; the returned function waits and returns
-        those of each rank, flat.
-
-        Arguments:
-            sizes: by rank, elements.
-            on_through: as of `begin_all_reduce`.
-        """
+        those of each rank, flat."""
         if not self._has_rings(sizes):
             return self.exchange([own] * len(ranks), sizes, what=what, ranks=ranks, on_through=on_through)
         processes, options = self._in_order(ranks), AllgatherOptions()
@@ -296,21 +283,16 @@ class Collectives:
 
     def exchange(
         self,
+        # By rank, tensors of one type that travel as one; this rank's own are ignored.
         parts: Sequence[Sequence[torch.Tensor]],
-        sizes: Sequence[int],
+        sizes: Sequence[int],  # by rank, the number of elements received from it; this rank's own is ignored
         *,
         what: str,
         ranks: Sequence[int],
-        on_through: Callable[[], None] | None = None,
+        on_through: Callable[[], None] | None = None,  # as of `begin_all_reduce`
     ) -> Callable[[], list[torch.Tensor]]:
         """Begin to send a different part to each of these ranks (all-to-all); the returned function waits and returns
-        what each of them sent. What is sent is copied at once.
-
-        Arguments:
-            parts: by rank, tensors of one type that travel as one; this rank's own are ignored.
-            sizes: by rank, the number of elements received from it; this rank's own is ignored.
-            on_through: as of `begin_all_reduce`.
-        """
+        what each of them sent. What is sent is copied at once."""
         processes, own = self._in_order(ranks), self.rank
         order = sorted(range(len(ranks)), key=processes.__getitem__)  # torch numbers the members of a group so
         kind, none = parts[0][0].dtype, parts[0][0].new_empty(0)

@@ -324,19 +324,14 @@ def ping_pong(
     timeout: float,
     pair: tuple[int, int] = (0, 1),
     rounds: int | None = None,
-    ranks_of_host: int = 1,
+    ranks_of_host: int = 1,  # number of ranks on this host, for `processor_clock`
+    # Whether to imitate ranks between two actions: both evict their core's caches, as a stage's compute does, and the
+    # second sleeps in its wait before the message arrives. Then half of the messages wake a rank: see `waking_seconds`.
     cold: bool = False,
 ) -> PingPong:
     """Messages of these tensors between two ranks, back and forth; nothing on the other ranks.
 
-    Both ranks of the pair must call it; their links must exist in both directions.
-
-    Arguments:
-        ranks_of_host: number of ranks on this host, for `processor_clock`.
-        cold: whether to imitate ranks between two actions: both evict their core's caches, as a stage's compute does,
-            and the second sleeps in its wait before the message arrives. Then half of the messages wake a rank: see
-            `waking_seconds`.
-    """
+    Both ranks of the pair must call it; their links must exist in both directions."""
     rank = transport.rank
     if rank not in pair:
         return PingPong(0.0, 0.0)

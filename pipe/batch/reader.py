@@ -26,10 +26,6 @@ from .batches import Batch, BatchPart, weigh
 class BatchReader:
     """Cuts batches for one mode of the pipeline.
 
-    Arguments:
-        example: arguments that the stages were built for.
-        slices_agree: called once with the first microbatch and its slices, where their values are known.
-
     An error of a batch is raised on every rank alike, unless each replica has its own batch: then it is reported to the
     others, which would continue without this one.
     """
@@ -39,8 +35,9 @@ class BatchReader:
         run: Run,
         mode: Mode,
         *,
-        example: Arguments,
+        example: Arguments,  # that the stages were built for
         has_loss: bool,
+        # Called once with the first microbatch and its slices, where their values are known.
         slices_agree: Callable[[Given, Sequence[Slice]], None] | None = None,
     ) -> None:
         options, place, schedule, inference = run.options, run.layout.place, mode.schedule, mode.inference

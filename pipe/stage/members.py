@@ -34,18 +34,14 @@ _COMPARISONS = 2  # update groups whose gradients are compared
 
 
 class MemberShards:
-    """Parts of a model's divided parameters by name; all others are whole on every member.
-
-    Arguments:
-        by_member: name -> [T] shards of the members, of a tensor group or, those in `experts`, of an expert group.
-        originals: full tensors of this process's model, by name, until they are spread.
-    """
+    """Parts of a model's divided parameters by name; all others are whole on every member."""
 
     def __init__(
         self,
         collectives: Collectives,
+        # Name -> [T] shards of the members, of a tensor group or, those in `experts`, of an expert group.
         by_member: Mapping[str, Sequence[Shard]],
-        originals: Mapping[str, torch.Tensor],
+        originals: Mapping[str, torch.Tensor],  # full tensors of this process's model, by name, until they are spread
         experts: Collection[str] = (),
     ) -> None:
         self._collectives = collectives

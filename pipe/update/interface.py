@@ -47,11 +47,6 @@ Programs = Mapping[int, RankProgram]  # by local rank
 class Update(ABC):
     """The updates of one process. Between two batches nothing is in flight, unless documented otherwise.
 
-    Arguments:
-        ranks: by local rank, as are `recorders`.
-        stages: of all local ranks, in order; none without an optimizer.
-        shards: this rank's parts of the parameters that it divides with others.
-
     Attributes:
         scale: of all gradients of the newest batch, relative to those of its backwards.
     """
@@ -61,9 +56,9 @@ class Update(ABC):
     def __init__(
         self,
         schedule: Schedule,
-        ranks: Mapping[int, RankUpdate],
-        stages: Sequence[StageOptimizers],
-        shards: Shards,
+        ranks: Mapping[int, RankUpdate],  # by local rank, as are `recorders`
+        stages: Sequence[StageOptimizers],  # of all local ranks, in order; none without an optimizer
+        shards: Shards,  # this rank's parts of the parameters that it divides with others
         *,
         ownership: Ownership,
         recorders: Mapping[int, RankRecorder],

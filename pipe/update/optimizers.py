@@ -38,13 +38,6 @@ from ..stage.weights import WeightVersions
 class StageOptimizers:
     """The optimizers of one stage and their learning-rate schedules; none where the stage has no parameter to train.
 
-    Arguments:
-        lr_scheduler: called once for each optimizer.
-        model: ids of all of the model's parameters.
-        versions: of the stage's weights, under an asynchronous schedule: then optimizers may hold only the model's
-            tensors.
-        feedback: corrects late gradients.
-
     Raises ValueError for a wrong type of optimizer or scheduler, for a parameter that was not given, or is held twice.
     """
 
@@ -53,12 +46,13 @@ class StageOptimizers:
         stage: int,
         parameters: Sequence[tuple[str, nn.Parameter]],
         factory: OptimizerFactory,
-        lr_scheduler: SchedulerFactory | None,
+        lr_scheduler: SchedulerFactory | None,  # called once for each optimizer
         *,
         where: str,
-        model: Collection[int],
+        model: Collection[int],  # ids of all of the model's parameters
+        # Of the stage's weights, under an asynchronous schedule: then optimizers may hold only the model's tensors.
         versions: WeightVersions | None = None,
-        feedback: Feedback | None = None,
+        feedback: Feedback | None = None,  # corrects late gradients
     ) -> None:
         self.stage = stage
         self.versions = versions

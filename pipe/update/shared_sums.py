@@ -31,25 +31,20 @@ from .shards import begin_sum
 
 
 class SharedSum:
-    """Gradients of this process that are summed in one REDUCE_GRAD, batch after batch.
-
-    Arguments:
-        parameters: of the gradients, with names, in the same order on all ranks.
-        parts: this rank's parts of these parameters, where each rank needs only a part of the sums; else none.
-        compare: called with the gradients before, where only one member of a tensor group adds its own.
-        added: to the run, see `Addition.sums`.
-    """
+    """Gradients of this process that are summed in one REDUCE_GRAD, batch after batch."""
 
     def __init__(
         self,
         collective: Collective,
         *,
         ranks: Sequence[int],
-        parameters: Sequence[tuple[str, nn.Parameter]],
+        parameters: Sequence[tuple[str, nn.Parameter]],  # of the gradients, with names, in the same order on all ranks
+        # This rank's parts of these parameters, where each rank needs only a part of the sums; else none.
         parts: Sequence[ShardedParameter],
         collectives: Collectives,
+        # Called with the gradients before, where only one member of a tensor group adds its own.
         compare: Callable[[Mapping[str, torch.Tensor | None]], None] | None,
-        added: Sequence[Addition] = (),
+        added: Sequence[Addition] = (),  # to the run, see `Addition.sums`
     ) -> None:
         stages = " and ".join(map(str, collective.stages))
         self._what = f"summing shared gradients (replicas, tied weights) of stage {stages}"
