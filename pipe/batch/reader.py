@@ -52,10 +52,8 @@ class BatchReader:
         self._model_loss = options.model_loss if has_loss else None
         self._compares = place.world.distributed
         self._group = float(place.tensor[1])
-        replicas_differ = place.replica[1] > 1 or options.model_loss is not None
-        self._together: Callable[[], AbstractContextManager[None]] = (
-            run.guard.together if replicas_differ else nullcontext
-        )
+        may_differ = place.replica[1] > 1 or options.model_loss is not None
+        self._together: Callable[[], AbstractContextManager[None]] = run.guard.together if may_differ else nullcontext
         self._group_size = schedule.group_size
         replica, num_replicas = place.replica
         self._own = range(replica, M, num_replicas)

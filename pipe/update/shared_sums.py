@@ -73,9 +73,7 @@ class SharedSum:
         """Context of the last backward before `begin`, with the same factor: sums begin as gradients are made. Not in
         the first one, which shows whether it adds to a gradient more than once, or a module's hook changes it then; nor
         for parts, packed or compared gradients, and on CUDA: all these begin in `begin`."""
-        together = (
-            bool(self._parts) or self._other is not None or self._compare is not None or self._device.type != "cpu"
-        )
+        together = self._parts or self._other or self._compare or self._device.type != "cpu"
         if together or self._made_once is False:
             yield
             return
