@@ -39,28 +39,20 @@ class Collectives:
 
     The constructor and `subgroup` are collective: they make process groups, so that their time-out is the run's.
     `groups` makes those of the links, too.
-
-    Arguments:
-        guard: knows whether a missing process has failed.
-
-    Attributes:
-        rank, size: number of this process, and how many there are.
-        alone: whether this is the only process.
-        device: of the tensors that it is given.
-        last_call: text for the errors of `gather`, the same in every process.
     """
 
     def __init__(self, place: MeshPlace, *, device: torch.device, timeout: float, guard: Guard | None = None) -> None:
         self._place = place
         world = place.world
+        # Number of this process, how many there are, whether it is the only one
         self.rank, self.size, self.alone = world.rank, world.size, not world.distributed
-        self.device = device
+        self.device = device  # of the tensors that it is given
         self._timeout = timeout
-        self._guard = guard or Guard(None)
+        self._guard = guard or Guard(None)  # it knows whether a missing process has failed
         self.groups = Groups(place, device=device, timeout=timeout, guard=self._guard)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._gathers: Counter[tuple[int, ...]] = Counter()  # by group
-        self.last_call = ""
+        self.last_call = ""  # text for the errors of `gather`, the same in every process
         self._everyone = tuple(range(self.size))
         ranks = range(place.mesh.num_ranks)
         tensor_groups = [place.mesh.members(rank) for rank in ranks]
