@@ -344,8 +344,7 @@ class Collectives:
         if self.groups.backend != "nccl":
             options.timeout, limit = _EVER, [timedelta(seconds=self._timeout)]
         work = self._run(collective, processes, what)
-        if on_through is not None:
-            work.get_future().add_done_callback(lambda _: on_through())
+        _tell(work, on_through)
 
         def wait() -> None:
             self._run(lambda _: work.wait(*limit), processes, what)
@@ -399,6 +398,11 @@ class Collectives:
     def _run(self, collective: Callable[[dist.ProcessGroup], T], processes: tuple[int, ...], what: str) -> T:
         group = self._groups[processes]
         return self.groups.as_one(lambda: collective(group), what=what, processes=processes)
+
+
+def _tell(work: dist.Work, on_through: Callable[[], None] | None) -> None:
+    if on_through is not None:
+        work.get_future().add_done_callback(lambda _: on_through())
 
 
 def _put_back(wire: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from ...comm import Collectives, Guard
 from ..shards.shard import Shard, TensorBox
 from .files import MANIFEST, MANIFEST_LIMIT, find, others, read_text
 from .manifest import Manifest, TensorPiece, TensorRecord
-from .snapshot import Generator, HasState, generators, random_key
+from .snapshot import HasState, generators, random_key
 from .tensor_file import MappedFile, header_hash
 from .values import DTYPES, decode, tensor_bytes
 
@@ -214,20 +214,20 @@ class ProcessState:
         with self._checkpoint.as_refusals():
             if self._loader is not None and self._place is not None:
                 self._loader.load_state_dict(self._place)  # only this may still raise
-        for generator, state in self._generators:
-            generator.set(state)
+        for set_state, state in self._generators:
+            set_state(state)
 
-    def _check_generators(self) -> list[tuple[Generator, Any]]:
+    def _check_generators(self) -> list[tuple[Callable[[Any], object], Any]]:
         found = []
-        for name, generator in generators().items():
+        for name, (_, set_state, check) in generators().items():
             key = random_key(name)
             there, state = self._checkpoint.of_process(key, **self._process)
             if there and state is not None:
                 try:
-                    generator.check(state)
+                    check(state)
                 except (KeyError, TypeError, ValueError, RuntimeError) as error:
                     raise ValueError(f"state of the generator {name!r} is not valid: {error}") from None
-                found.append((generator, state))
+                found.append((set_state, state))
             elif name == "torch" and key in self._checkpoint.manifest.values:  # users may never seed the others
                 self.lost.append(
                     f"torch's generator had another state in each of its {len(self._checkpoint.manifest.values[key])} "

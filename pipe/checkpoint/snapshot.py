@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -157,8 +157,8 @@ def take_snapshot(update: Update, writers: Writers, *, step: int, loader: Mappin
         pieces += of_stage
         values |= rest
     by_process: dict[str, Json] = {"optimizers": optimizers}
-    for name, generator in generators().items():
-        by_process[random_key(name)] = encode(generator.state(), what=f"the state of the generator of {name}")
+    for name, (state, *_) in generators().items():
+        by_process[random_key(name)] = encode(state(), what=f"the state of the generator of {name}")
     if loader is not None:
         by_process["loader"] = encode(dict(loader), what="the loader's state")
     if extra := ownership.extra_states():
@@ -244,28 +244,23 @@ def _optimizer_content(stage: StageOptimizers) -> list[Json]:
     return written
 
 
-class Generator(NamedTuple):
-    """A random generator of this process. `check`: sets a state of another one."""
-
-    state: Callable[[], Any]
-    set: Callable[[Any], object]
-    check: Callable[[Any], object]
+Generator = tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], object]]  # see `generators`
 
 
 def generators() -> dict[str, Generator]:
-    """This process's random generators, by name.
+    """This process's random generators, by name: get a state, set it, set it in another generator as a check.
 
     The model's random numbers depend on none of them (`guards/randomness`); those that a user's loop draws (noise, an
     order, augmentation without workers) do.
     """
     own, numpy = torch.default_generator, partial(np.random.get_state, legacy=False)
-    found = {
-        "torch": Generator(own.get_state, own.set_state, lambda state: torch.Generator().set_state(state)),
-        "python": Generator(random.getstate, random.setstate, lambda state: random.Random().setstate(state)),
-        "numpy": Generator(numpy, np.random.set_state, lambda state: np.random.RandomState().set_state(state)),
+    found: dict[str, Generator] = {
+        "torch": (own.get_state, own.set_state, lambda state: torch.Generator().set_state(state)),
+        "python": (random.getstate, random.setstate, lambda state: random.Random().setstate(state)),
+        "numpy": (numpy, np.random.set_state, lambda state: np.random.RandomState().set_state(state)),
     }
     if torch.cuda.is_available():  # that of the device of this process
-        found["cuda"] = Generator(torch.cuda.get_rng_state, torch.cuda.set_rng_state, lambda state: None)
+        found["cuda"] = (torch.cuda.get_rng_state, torch.cuda.set_rng_state, lambda state: None)
     return found
 
 
