@@ -11,38 +11,7 @@ if TYPE_CHECKING:
     from . import cli, comm, experiments, integrations, partition, pipe, schedules, viz  # noqa: F401
     from .comm import PeerLost, PipelineError, PipelineTimeout
     from .partition.model.model_units import RecordingError
-    from .pipe import (
-        Asynchronous,
-        Auto,
-        Edits,
-        ErrorFeedback,
-        EvalResult,
-        Inputs,
-        LinearCrossEntropy,
-        Mesh,
-        ModelLoss,
-        NonFiniteLossError,
-        PipelineModule,
-        Precision,
-        SaveResult,
-        Slices,
-        StepRecord,
-        StepResult,
-        Synchronous,
-        Verification,
-        VerificationError,
-        Weights,
-        attend,
-        deferred,
-        edit,
-        export_checkpoint,
-        first_position,
-        import_checkpoint,
-        linear_cross_entropy,
-        named,
-        positions,
-        read_checkpoint,
-    )
+    from .pipe import *  # noqa: F403
     from .schedules import ScheduleError
 
 __all__ = [

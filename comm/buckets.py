@@ -52,19 +52,12 @@ def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Te
 class Flat:
     """How tensors travel to other ranks: in flat buckets.
 
-    A bucket holds tensors of one type, together at most BUCKET_BYTES; one of ALONE_BYTES or more is alone in its own,
-    an empty one in none.
-
-    Arguments:
-        like: shapes and types, in the same order on both sides.
-
-    Attributes:
-        buckets: positions of the tensors in each.
-    """
+    A bucket holds tensors of one type, together at most BUCKET_BYTES; one of ALONE_BYTES or more is alone in its
+    own, an empty one in none. `like`: shapes and types, in the same order on both sides."""
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
         self.like = tuple(like)
-        self.buckets = tuple(buckets_of(self.like))
+        self.buckets = tuple(buckets_of(self.like))  # positions of the tensors in each
 
     def specs(self) -> list[TensorSpec]:
         numels = [sum(self.like[i].numel() for i in bucket) for bucket in self.buckets]
@@ -83,20 +76,14 @@ class Flat:
 
 
 class BucketSum(Flat):
-    """Tensors that are summed over ranks, each bucket by an all-reduce that overlaps with compute.
-
-    Arguments:
-        ranks: that make the same sum, with buckets that leave in the same order; None: all processes.
-
-    Attributes:
-        left: the buckets that have left, by number.
-    """
+    """Tensors that are summed over ranks, each bucket by an all-reduce that overlaps with compute. `ranks`: that
+    make the same sum, with buckets that leave in the same order; None: all processes."""
 
     def __init__(
         self, like: Sequence[torch.Tensor], collectives: Collectives, *, what: str, ranks: Sequence[int] | None = None
     ) -> None:
         super().__init__(like)
-        self.left: dict[int, torch.Tensor] = {}
+        self.left: dict[int, torch.Tensor] = {}  # the buckets that have left, by number
         self._collectives = collectives
         self._what, self._ranks = what, ranks
         self._waits: list[Callable[[], None]] = []

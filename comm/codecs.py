@@ -112,20 +112,14 @@ def wire_specs(codec: Codec, spec: TensorSpec) -> Sequence[TensorSpec]:
 
 
 class LinkCodecs:
-    """Codecs of this process's links, and what was sent over them.
-
-    Attributes:
-        boundaries: by kind and stages of a message.
-        data: of sums of gradients over data groups; None: unpacked.
-        sent: by (sending stage, receiving stage), or "data": bytes that this process sent, and those without a codec.
-        memory: what each sender keeps, by what it sends.
-    """
+    """Codecs of this process's links, and what was sent over them."""
 
     def __init__(self) -> None:
-        self.boundaries: dict[tuple[object, ...], Codec] = {}
-        self.data: Codec | None = None
+        self.boundaries: dict[tuple[object, ...], Codec] = {}  # by kind and stages of a message
+        self.data: Codec | None = None  # of sums of gradients over data groups; None: unpacked
+        # By (sending stage, receiving stage), or "data": bytes that this process sent, and those without a codec.
         self.sent: dict[LinkName, tuple[int, int]] = {}
-        self.memory: dict[object, torch.Tensor] = {}
+        self.memory: dict[object, torch.Tensor] = {}  # what each sender keeps, by what it sends
         self.is_paused = False
 
     @property

@@ -19,6 +19,7 @@ from .groups import Groups
 from .mesh import MeshPlace
 from .process_group import break_group
 from .sealed import compact
+from .transport import memory_of
 
 T = TypeVar("T")
 
@@ -38,28 +39,20 @@ class Collectives:
 
     The constructor and `subgroup` are collective: they make process groups, so that their time-out is the run's.
     `groups` makes those of the links, too.
-
-    Arguments:
-        guard: knows whether a missing process has failed.
-
-    Attributes:
-        rank, size: number of this process, and how many there are.
-        alone: whether this is the only process.
-        device: of the tensors that it is given.
-        last_call: text for the errors of `gather`, the same in every process.
     """
 
     def __init__(self, place: MeshPlace, *, device: torch.device, timeout: float, guard: Guard | None = None) -> None:
         self._place = place
         world = place.world
+        # Number of this process, how many there are, whether it is the only one
         self.rank, self.size, self.alone = world.rank, world.size, not world.distributed
-        self.device = device
+        self.device = device  # of the tensors that it is given
         self._timeout = timeout
-        self._guard = guard or Guard(None)
+        self._guard = guard or Guard(None)  # it knows whether a missing process has failed
         self.groups = Groups(place, device=device, timeout=timeout, guard=self._guard)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._gathers: Counter[tuple[int, ...]] = Counter()  # by group
-        self.last_call = ""
+        self.last_call = ""  # text for the errors of `gather`, the same in every process
         self._everyone = tuple(range(self.size))
         ranks = range(place.mesh.num_ranks)
         tensor_groups = [place.mesh.members(rank) for rank in ranks]
@@ -97,26 +90,21 @@ class Collectives:
         `tensor` may not be touched.
 
         Sums among the same ranks are carried out in order: all ranks must begin them in the same order. The time-out
-        counts only while a rank waits, not while it still computes.
-
-        Arguments:
-            on_through: called when the sum is complete or has failed, on another thread (CUDA: at once, on a stream
-                that waits for it).
-        """
+        counts only while a rank waits, not while it still computes. `on_through`: called when the sum is complete or
+        has failed, on another thread (CUDA: at once, on a stream that waits for it)."""
         if ranks is None and self.alone:
             return lambda: None
         processes = self._everyone if ranks is None else self._processes(ranks)
         if ranks is not None and self._place.is_uneven(ranks) and not self.is_first_member:
             tensor.zero_()  # what all members of its group hold counts once
-        options = dist.AllreduceOptions()  # of a sum
-        limit = self._in_the_background(options)
-        wire = self._on_wire(tensor)
+        options, wire = dist.AllreduceOptions(), self._on_wire(tensor)  # of a sum
         values = torch.view_as_real(wire) if tensor.is_complex() else wire
-        work = self._run(lambda group: group.allreduce([values], options), processes, what)
-        _tell(work, on_through)
+        summed = self._begin(
+            lambda group: group.allreduce([values], options), options, processes, what=what, on_through=on_through
+        )
 
         def wait() -> None:
-            self._run(lambda _: work.wait(*limit), processes, what)
+            summed()
             _put_back(wire, tensor)
 
         return wait
@@ -140,17 +128,13 @@ class Collectives:
     def alike(
         self,
         mine: T,
+        # Describes how the values of two processes, each after its number, differ; None: they agree.
         differing: Callable[[int, T, int, T], str | None] = lambda *_: None,
         *,
         what: str,
-        problem: str = "",
+        problem: str = "",  # an earlier error of this process: then all of them raise it
     ) -> list[T]:
-        """Values of every process, by its number. Raises ValueError on all where they differ; the run continues.
-
-        Arguments:
-            differing: describes how the values of two processes, each after its number, differ; None: they agree.
-            problem: an earlier error of this process: then all of them raise it.
-        """
+        """Values of every process, by its number. Raises ValueError on all where they differ; the run continues."""
         everyone = self.gather((problem, mine), what=what)
         text = next((its for its, _ in everyone if its), None)
         different: dict[int, T] = {}  # by the first process that gives it
@@ -169,13 +153,8 @@ class Collectives:
 
     # Over the tensor group, whose members make the same calls in the same order
 
-    @property
-    def context_group(self) -> dist.ProcessGroup:
-        """The processes that hold the other tokens of this rank's sequences; there must be several."""
-        return self._groups[self.context_members]
-
     def group_of(self, members: tuple[int, ...]) -> dist.ProcessGroup:
-        """Process group of `tensor_members` or `expert_members`; there must be several."""
+        """Process group of `tensor_members`, `context_members` or `expert_members`; there must be several."""
         return self._groups[members]
 
     def lost_member(self, error: RuntimeError, module: str = "") -> PipelineError | None:
@@ -194,16 +173,19 @@ class Collectives:
         if len(self.tensor_members) > 1:
             self._run(lambda group: dist.all_reduce(tensor, group=group), self.tensor_members, what)
 
-    def tensor_gather(self, tensor: torch.Tensor, *, what: str) -> list[torch.Tensor]:
-        return self._tensors(tensor, self.tensor_members, what)
-
-    def context_gather(self, tensor: torch.Tensor, *, what: str) -> list[torch.Tensor]:
-        """`tensor` of each member of the context group."""
-        return self._tensors(tensor, self.context_members, what)
-
     def gather_among(self, members: tuple[int, ...], mine: T, *, what: str) -> list[T]:
         """Values of each of `tensor_members` or `expert_members`."""
         return [mine] if len(members) == 1 else self._gather(mine, members, what)
+
+    def tensors_among(self, members: tuple[int, ...], tensor: torch.Tensor, *, what: str) -> list[torch.Tensor]:
+        """`tensor`, of one shape and type, of each of `tensor_members` or `context_members`."""
+        if len(members) == 1:
+            return [tensor]
+        mine = tensor.contiguous()
+        found = [torch.empty_like(mine) for _ in members]
+        into, wire = [memory_of(each).view(torch.uint8) for each in found], memory_of(mine).view(torch.uint8)
+        self._run(lambda group: dist.all_gather(into, wire, group=group), members, what)
+        return found
 
     def tensor_first(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
         """`tensor` of the first member of the tensor group; elsewhere it gives shape and type."""
@@ -215,22 +197,18 @@ class Collectives:
 
     def begin_reduce_scatter(
         self,
+        # By rank, tensors of one type; of the same sizes on all ranks. What is sent is copied at once.
         parts: Sequence[Sequence[torch.Tensor]],
         *,
         what: str,
         ranks: Sequence[int],
-        on_through: Callable[[], None] | None = None,
+        on_through: Callable[[], None] | None = None,  # as of `begin_all_reduce`
     ) -> Callable[[], torch.Tensor]:
         """Begin to sum part i of all these ranks on the i-th of them; the returned function waits and returns this
         rank's sum, flat.
 
         NCCL sums along its rings, level by level. gloo's reduce-scatter is an all-reduce, of twice the bytes: there
-        each part is sent to its rank, which adds them in the order of the ranks: the same bits each time.
-
-        Arguments:
-            parts: by rank, tensors of one type; of the same sizes on all ranks. What is sent is copied at once.
-            on_through: as of `begin_all_reduce`.
-        """
+        each part is sent to its rank, which adds them in the order of the ranks: the same bits each time."""
         processes = self._in_order(ranks)
         own, sizes = processes.index(self.rank), [sum(piece.numel() for piece in part) for part in parts]
         kind = parts[own][0].dtype
@@ -242,9 +220,9 @@ class Collectives:
             wait = self._begin(
                 lambda group: group._reduce_scatter_base(total, wire.view(-1), options),
                 options,
-                ranks,
-                what,
-                on_through,
+                self._processes(ranks),
+                what=what,
+                on_through=on_through,
             )
 
             def scattered() -> torch.Tensor:
@@ -266,19 +244,14 @@ class Collectives:
     def begin_all_gather(
         self,
         own: Sequence[torch.Tensor],
-        sizes: Sequence[int],
+        sizes: Sequence[int],  # by rank, elements
         *,
         what: str,
         ranks: Sequence[int],
-        on_through: Callable[[], None] | None = None,
+        on_through: Callable[[], None] | None = None,  # as of `begin_all_reduce`
     ) -> Callable[[], list[torch.Tensor]]:
         """Begin to send this rank's tensors, of one type, to all these ranks; the returned function waits and returns
-        those of each rank, flat.
-
-        Arguments:
-            sizes: by rank, elements.
-            on_through: as of `begin_all_reduce`.
-        """
+        those of each rank, flat."""
         if not self._has_rings(sizes):
             return self.exchange([own] * len(ranks), sizes, what=what, ranks=ranks, on_through=on_through)
         processes, options = self._in_order(ranks), AllgatherOptions()
@@ -286,7 +259,13 @@ class Collectives:
         torch.cat([piece.reshape(-1) for piece in own], out=wire[: sizes[processes.index(self.rank)]])
         whole = wire.new_empty(len(ranks), max(sizes))
         into, sent = whole.view(-1).view(torch.uint8), wire.view(torch.uint8)  # backends know few types
-        wait = self._begin(lambda group: group._allgather_base(into, sent, options), options, ranks, what, on_through)
+        wait = self._begin(
+            lambda group: group._allgather_base(into, sent, options),
+            options,
+            self._processes(ranks),
+            what=what,
+            on_through=on_through,
+        )
         row = {process: at for at, process in enumerate(sorted(processes))}
 
         def received() -> list[torch.Tensor]:
@@ -297,21 +276,16 @@ class Collectives:
 
     def exchange(
         self,
+        # By rank, tensors of one type that travel as one; this rank's own are ignored.
         parts: Sequence[Sequence[torch.Tensor]],
-        sizes: Sequence[int],
+        sizes: Sequence[int],  # by rank, the number of elements received from it; this rank's own is ignored
         *,
         what: str,
         ranks: Sequence[int],
-        on_through: Callable[[], None] | None = None,
+        on_through: Callable[[], None] | None = None,  # as of `begin_all_reduce`
     ) -> Callable[[], list[torch.Tensor]]:
         """Begin to send a different part to each of these ranks (all-to-all); the returned function waits and returns
-        what each of them sent. What is sent is copied at once.
-
-        Arguments:
-            parts: by rank, tensors of one type that travel as one; this rank's own are ignored.
-            sizes: by rank, the number of elements received from it; this rank's own is ignored.
-            on_through: as of `begin_all_reduce`.
-        """
+        what each of them sent. What is sent is copied at once."""
         processes, own = self._in_order(ranks), self.rank
         order = sorted(range(len(ranks)), key=processes.__getitem__)  # torch numbers the members of a group so
         kind, none = parts[0][0].dtype, parts[0][0].new_empty(0)
@@ -326,7 +300,11 @@ class Collectives:
         takes, gives = ([width * size for size in sizes] for sizes in (incoming, outgoing))
         options = dist.AllToAllOptions()
         arrived = self._begin(
-            lambda group: group.alltoall_base(into, wire, takes, gives, options), options, ranks, what, on_through
+            lambda group: group.alltoall_base(into, wire, takes, gives, options),
+            options,
+            self._processes(ranks),
+            what=what,
+            on_through=on_through,
         )
 
         def wait() -> list[torch.Tensor]:
@@ -356,12 +334,16 @@ class Collectives:
         self,
         collective: Callable[[dist.ProcessGroup], dist.Work],
         options: _Options,
-        ranks: Sequence[int],
+        processes: tuple[int, ...],
+        *,
         what: str,
         on_through: Callable[[], None] | None,
     ) -> Callable[[], None]:
-        """Begin a collective over these ranks, given its own options; the returned function waits."""
-        limit, processes = self._in_the_background(options), self._processes(ranks)
+        """Begin a collective, given its own options, which only times out while it is waited for; the returned function
+        waits. With NCCL waiting does not block the host: its own watchdog ends what takes too long."""
+        options.asyncOp, limit = True, list[timedelta]()
+        if self.groups.backend != "nccl":
+            options.timeout, limit = _EVER, [timedelta(seconds=self._timeout)]
         work = self._run(collective, processes, what)
         _tell(work, on_through)
 
@@ -387,30 +369,12 @@ class Collectives:
         missing = [each for each in dict.fromkeys(tuple(sorted(one)) for one in wanted) if each not in self._groups]
         self._groups.update(zip(missing, self.groups.make(*missing), strict=True))
 
-    def _in_the_background(self, options: _Options) -> list[timedelta]:
-        """Set options of an operation that only times out while it is waited for; returns the arguments of `wait`. With
-        NCCL waiting does not block the host: its own watchdog ends what takes too long."""
-        options.asyncOp = True
-        if self.groups.backend == "nccl":
-            return []
-        options.timeout = _EVER
-        return [timedelta(seconds=self._timeout)]
-
     def _broadcast(self, tensor: torch.Tensor, source: int, processes: tuple[int, ...], what: str) -> torch.Tensor:
         own = tensor if self.rank == source else torch.empty(tensor.shape, dtype=tensor.dtype, device=self.groups.wire)
         buffer = own.to(self.groups.wire).contiguous()
-        wire = _bytes(buffer)
+        wire = memory_of(buffer).view(torch.uint8)  # backends know few types
         self._run(lambda group: dist.broadcast(wire, src=source, group=group), processes, what)
         return buffer.to(self.device)
-
-    def _tensors(self, tensor: torch.Tensor, members: tuple[int, ...], what: str) -> list[torch.Tensor]:
-        if len(members) == 1:
-            return [tensor]
-        mine = tensor.contiguous()
-        found = [torch.empty_like(mine) for _ in members]
-        into, wire = [_bytes(each) for each in found], _bytes(mine)
-        self._run(lambda group: dist.all_gather(into, wire, group=group), members, what)
-        return found
 
     def _gather(self, mine: T, processes: tuple[int, ...], what: str) -> list[T]:
         if self.alone:
@@ -449,8 +413,3 @@ def _put_back(wire: torch.Tensor, tensor: torch.Tensor) -> None:
 
 def _own(process: int, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return next(tuple(sorted(group)) for group in groups if process in group)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Its memory as bytes: backends support few types. One element without gaps may have any stride."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -77,17 +77,12 @@ def short_reason(error: BaseException) -> str:
 
 
 class Account(NamedTuple):
-    """Report of a rank that failed.
+    """Report of a rank that failed."""
 
-    peers: the ranks that it waited for; none: the error was its own.
-    gave_up: its wait timed out (else it lost a connection).
-    refusal: message of a ValueError of this package's own; empty: it is something else.
-    """
-
-    peers: tuple[int, ...]
-    gave_up: bool
+    peers: tuple[int, ...]  # the ranks that it waited for; none: the error was its own
+    gave_up: bool  # its wait timed out (else it lost a connection)
     text: str
-    refusal: str = ""
+    refusal: str = ""  # message of a ValueError of this package's own; empty: it is something else
 
     @classmethod
     def of(cls, error: BaseException) -> Account:
@@ -304,9 +299,7 @@ def _leave_to_torchrun(error: BaseException, text: str) -> None:
 
 def find_cause(rank: int, reports: Mapping[int, Account], place: MeshPlace | None = None) -> tuple[str, bool]:
     """Follow who waited for whom, beginning at process `rank`: (the cause, whether no later report can change it).
-
-    Arguments:
-        place: names the processes; None: ranks.
+    `place`: names the processes; None: ranks.
 
     >>> find_cause(0, {0: Account((1,), False, ""), 1: Account((2,), True, "rank 1: waited 3.0 s")})[0]
     'rank 2, which rank 1 waited for, reports nothing: it is stalled, or still busy (rank 1: waited 3.0 s)'

@@ -99,7 +99,6 @@ class Groups:
 
     Attributes:
         backend: gloo or nccl.
-        wire: device of the tensors that it carries.
         sharing: processes that share a CUDA device, if any do.
     """
 
@@ -117,7 +116,7 @@ class Groups:
             self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             self._name = f"groups/{self._store.add(f'groups/of process {world.rank}', 1)}"
         self.backend, self.sharing = self._backend()
-        self.wire = _CPU if self.backend == "gloo" else device
+        self.wire = _CPU if self.backend == "gloo" else device  # device of the tensors that it carries
 
     @property
     def is_staged(self) -> bool:

@@ -41,22 +41,14 @@ def machine() -> str:
 
 
 class HostClocks:
-    """Offset of this process's clock from that of process 0's host.
-
-    Arguments:
-        now: this process's clock [s].
-        machine: see the function; processes with equal ones share a clock.
-
-    Attributes:
-        machines: [size] of all processes, after the first comparison.
-        readings: of this process's clock, the newest last; none where it is that of process 0's host.
-    """
+    """Offset of this process's clock from that of process 0's host."""
 
     def __init__(self, collectives: Collectives, *, now: Callable[[], float], machine: str) -> None:
         self._collectives = collectives
-        self._now = now
-        self._machine = machine
-        self.machines: tuple[str, ...] = ()
+        self._now = now  # this process's clock [s]
+        self._machine = machine  # see the function; processes with equal ones share a clock
+        self.machines: tuple[str, ...] = ()  # [size] of all processes, after the first comparison
+        # Of this process's clock, the newest last; none where it is that of process 0's host.
         self.readings: deque[ClockReading] = deque(maxlen=_KEPT)
         self._group: dist.ProcessGroup | None = None
         self._leaders: list[int] = []  # the first process of each machine

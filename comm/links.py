@@ -52,63 +52,42 @@ _STREAM, _MOST_STREAMED = 0.5, 64  # [s] of messages back to back, about, and th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineFit:
-    """seconds = latency + bytes / bandwidth, fitted to measured times: latency at least 0 [s], bandwidth [bytes/s].
-
-    residual: root mean square of the line's error, relative to the measured times.
-    """
+    """seconds = latency + bytes / bandwidth, fitted to measured times: latency at least 0 [s], bandwidth [bytes/s]."""
 
     latency: float
     bandwidth: float
-    residual: float
+    residual: float  # root mean square of the line's error, relative to the measured times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLevel:
-    """One level of links, as `Level` of a Cluster describes it.
+    """One level of links, as `Level` of a Cluster describes it. `bandwidth`, `residual`: medians over the pairs
+    [bytes/s], relative; at most the sustained rate of a stream."""
 
-    Arguments:
-        name: "host" or "network".
-        size: number of ranks, or of groups of the level below, that it joins.
-        bandwidth, residual: medians over the pairs [bytes/s], relative; at most the sustained rate of a stream.
-        latency: median to a rank that sleeps while it waits, without the time for which both ends are busy [s].
-        reduce_bandwidth: of each member's link in a ring that sums gradients, scaled and all in flight at once as after
-            a batch [bytes/s].
-        reduce_latency: of each of the 2 (size - 1) steps of such a ring, measured with a small sum [s].
-        message_seconds: for which the rank at either end of a message is busy with it, not part of the others [s].
-        sum_busy: share of a sum's seconds for which the processors of its members are busy with it (0 to 1).
-        pairs: measured pairs of ranks.
-        fits: of each pair.
-        seconds: by message size [bytes], of the first pair, one way [s].
-    """
-
-    name: str
-    size: int
+    name: str  # "host" or "network"
+    size: int  # number of ranks, or of groups of the level below, that it joins
     bandwidth: float
-    latency: float
+    latency: float  # median to a rank that sleeps while it waits, without the time for which both ends are busy [s]
     residual: float
+    # Of each member's link in a ring that sums gradients, scaled and all in flight at once as after a batch [bytes/s].
     reduce_bandwidth: float
-    reduce_latency: float
-    pairs: tuple[tuple[int, int], ...]
-    fits: tuple[LineFit, ...]
-    seconds: tuple[tuple[int, float], ...]
+    reduce_latency: float  # of each of the 2 (size - 1) steps of such a ring, measured with a small sum [s]
+    pairs: tuple[tuple[int, int], ...]  # measured pairs of ranks
+    fits: tuple[LineFit, ...]  # of each pair
+    seconds: tuple[tuple[int, float], ...]  # by message size [bytes], of the first pair, one way [s]
+    # For which the rank at either end of a message is busy with it, not part of the others [s].
     message_seconds: float = 0.0
-    sum_busy: float = 0.0
+    sum_busy: float = 0.0  # share of a sum's seconds for which the processors of its members are busy with it (0 to 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLinks:
-    """Links of a run.
+    """Links of a run."""
 
-    Arguments:
-        levels: innermost first.
-        hosts: ranks of each host, in the order of their first ranks.
-        notes: what levels can't describe.
-        rings: how the backend sums over several levels, as `Cluster.rings` names it: NCCL by "levels", gloo "flat".
-    """
-
-    levels: tuple[MeasuredLevel, ...]
-    hosts: tuple[tuple[int, ...], ...] = ()
-    notes: tuple[str, ...] = ()
+    levels: tuple[MeasuredLevel, ...]  # innermost first
+    hosts: tuple[tuple[int, ...], ...] = ()  # ranks of each host, in the order of their first ranks
+    notes: tuple[str, ...] = ()  # what levels can't describe
+    # How the backend sums over several levels, as `Cluster.rings` names it: NCCL by "levels", gloo "flat".
     rings: str = "levels"
 
 
@@ -325,14 +304,11 @@ def _as_levels(levels: Sequence[MeasuredLevel], by_host: Mapping[str, Sequence[i
 
 
 class PingPong(NamedTuple):
-    """Medians of a message between two ranks, as in LogGP: seconds = 2 busy + latency + bytes / bandwidth.
+    """Medians of a message between two ranks, as in LogGP: seconds = 2 busy + latency + bytes / bandwidth."""
 
-    seconds: one way, from its send to the return of the wait for it [s].
-    busy: of the processor at either end, to post, send or receive it [s]: part of `seconds`, but for what threads of
-        the transport do alongside.
-    """
-
-    seconds: float
+    seconds: float  # one way, from its send to the return of the wait for it [s]
+    # Of the processor at either end, to post, send or receive it [s]: part of `seconds`, but for what threads of the
+    # transport do alongside.
     busy: float
 
     @property
@@ -348,19 +324,14 @@ def ping_pong(
     timeout: float,
     pair: tuple[int, int] = (0, 1),
     rounds: int | None = None,
-    ranks_of_host: int = 1,
+    ranks_of_host: int = 1,  # number of ranks on this host, for `processor_clock`
+    # Whether to imitate ranks between two actions: both evict their core's caches, as a stage's compute does, and the
+    # second sleeps in its wait before the message arrives. Then half of the messages wake a rank: see `waking_seconds`.
     cold: bool = False,
 ) -> PingPong:
     """Messages of these tensors between two ranks, back and forth; nothing on the other ranks.
 
-    Both ranks of the pair must call it; their links must exist in both directions.
-
-    Arguments:
-        ranks_of_host: number of ranks on this host, for `processor_clock`.
-        cold: whether to imitate ranks between two actions: both evict their core's caches, as a stage's compute does,
-            and the second sleeps in its wait before the message arrives. Then half of the messages wake a rank: see
-            `waking_seconds`.
-    """
+    Both ranks of the pair must call it; their links must exist in both directions."""
     rank = transport.rank
     if rank not in pair:
         return PingPong(0.0, 0.0)

@@ -57,32 +57,16 @@ def admitted(rank: int, life: int) -> str:
 
 
 class Verdict(NamedTuple):
-    """Outcome of an epoch.
+    """Outcome of an epoch."""
 
-    members: the remaining processes, by their first numbers.
-    is_whole: whether all of them have the gradient of the step, or have made the step.
-    failed: why the run ends; empty: it continues.
-    """
-
-    members: tuple[int, ...]
-    is_whole: bool
-    failed: str
+    members: tuple[int, ...]  # the remaining processes, by their first numbers
+    is_whole: bool  # whether all of them have the gradient of the step, or have made the step
+    failed: str  # why the run ends; empty: it continues
 
 
 class Membership:
-    """A process's view of the remaining processes.
-
-    Attributes:
-        me: number of this process in the first world.
-        members: such numbers, by rank of the present world.
-        changed: whether the members are to form a new world.
-        life: how often this process was started again.
-        step: first step of a process that was started again.
-        calls: number of calls that all have made since the world was formed.
-        folder: with the state for joining processes, until the next step is made.
-
-    Arguments:
-        made: this process's options, by name: a process that was started again must have the same.
+    """A process's view of the remaining processes. `made`: this process's options, by name: a process that was started
+    again must have the same.
 
     Raises ValueError without a launcher that reports deaths, for a second run in this process, and for another `made`.
     """
@@ -97,14 +81,17 @@ class Membership:
             )
         address, limit = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=timeout)
         self._store = sealed(TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit))
-        self.life, self._timeout, self._epoch = int(os.environ.get(LIFE, "0")), timeout, 0
+        self.life = int(os.environ.get(LIFE, "0"))  # how often this process was started again
+        self._timeout, self._epoch = timeout, 0
         if self.life:  # until it is admitted the process is alone
             world = World(rank=int(os.environ["RANK"]), size=int(os.environ["WORLD_SIZE"]))
-        self.me = world.rank
-        self.members: tuple[int, ...] = tuple(range(world.size))
+        self.me = world.rank  # number of this process in the first world
+        self.members: tuple[int, ...] = tuple(range(world.size))  # such numbers, by rank of the present world
         self._lives, self._coming = dict.fromkeys(self.members, 0), dict[int, int]()
-        self.changed, self.step, self.calls = False, 0, 0
-        self.folder: Path | None = None
+        self.changed = False  # whether the members are to form a new world
+        self.step = 0  # the first one of a process that was started again
+        self.calls = 0  # that all have made since the world was formed
+        self.folder: Path | None = None  # with the state for joining processes, until the next step is made
         self._made_folder: Path | None = None
         if self._store.add(f"stagewright/runs of {self.me}/{self.life}", 1) > 1:
             raise ValueError(

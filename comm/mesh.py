@@ -62,9 +62,6 @@ class ProcessMesh:
     """Sizes of the axes: `pipe` ranks along the pipeline, `data` x `context` x `expert` replicas of it, `tensor`
     processes of each rank.
 
-    tensor: a number for each rank, where they differ; then the ranks are of one replica, in order.
-    order: the axes from the slowest to the fastest as process numbers grow; "context" and "expert" may be left out.
-
     >>> ProcessMesh(pipe=2, data=2).coordinates(3), ProcessMesh(pipe=2, data=2).process_at(Coordinates(1, 0))
     (Coordinates(pipe=1, data=1, context=0, expert=0, tensor=0), 2)
     """
@@ -73,7 +70,9 @@ class ProcessMesh:
     data: int = 1
     context: int = 1
     expert: int = 1
+    # A number for each rank, where they differ; then the ranks are of one replica, in order.
     tensor: int | tuple[int, ...] = 1
+    # The axes from the slowest to the fastest as process numbers grow; "context" and "expert" may be left out.
     order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:

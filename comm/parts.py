@@ -21,12 +21,7 @@ from .transport import TensorSpec, in_layout
 
 
 class PartsTransport(ProcessGroupTransport):
-    """One rank's end, which sends tensors in parts where their layout allows it, to and from some peers.
-
-    Arguments:
-        peers: ranks that send and receive parts.
-        least_bytes: of a tensor that is sent in parts; smaller ones are sent whole.
-    """
+    """One rank's end, which sends tensors in parts where their layout allows it, to and from some peers."""
 
     def __init__(
         self,
@@ -34,8 +29,8 @@ class PartsTransport(ProcessGroupTransport):
         lanes: Mapping[Link, Sequence[Lanes]],
         collectives: Collectives,
         *,
-        peers: Collection[int],
-        least_bytes: int,
+        peers: Collection[int],  # ranks that send and receive parts
+        least_bytes: int,  # of a tensor that is sent in parts; smaller ones are sent whole
         timeout: float,
     ) -> None:
         super().__init__(rank, lanes, device=collectives.groups.wire, timeout=timeout)
@@ -90,5 +85,6 @@ class PartsTransport(ProcessGroupTransport):
         return part if len(part) == size else torch.cat([part, part.new_zeros(size - len(part))])
 
     def _join(self, part: torch.Tensor, spec: TensorSpec, message: Message) -> torch.Tensor:
-        parts = self._collectives.tensor_gather(part, what=f"gathering the parts of the {message}")
+        together, what = self._collectives, f"gathering the parts of the {message}"
+        parts = together.tensors_among(together.tensor_members, part, what=what)
         return torch.cat(parts)[: prod(spec.shape)].as_strided(spec.shape, spec.stride)

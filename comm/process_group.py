@@ -33,7 +33,7 @@ import torch.distributed as dist
 from ..schedules import Action, Message, MessageKind, Op
 from ..schedules.messages import STAGE_KINDS
 from .failures import PeerLost, PipelineTimeout, short_reason
-from .transport import TensorSpec, Transport, in_layout
+from .transport import TensorSpec, Transport, in_layout, memory_of
 
 Link = tuple[int, int]  # (sender, receiver), ranks of the schedule
 
@@ -58,18 +58,13 @@ _UNTOUCHED = 0xA5  # bytes of a buffer before anything has arrived
 
 
 class ProcessGroupTransport(Transport):
-    """One rank's end over real processes.
-
-    Arguments:
-        lanes: see `link_lanes`: a link receives over one of its lanes, and sends over all.
-        timeout: for sends whose receipt is known, which should be complete at once [s].
-    """
+    """One rank's end over real processes."""
 
     def __init__(
         self, rank: int, lanes: Mapping[Link, Sequence[Lanes]], *, device: torch.device, timeout: float
     ) -> None:
         super().__init__(rank)
-        self._lanes = lanes
+        self._lanes = lanes  # see `link_lanes`: a link receives over one of its lanes, and sends over all
         # By link: what its next message is sent or received with, and the number of its next tensor.
         self._rounds = {link: cycle(_rounds(each, sends=link[0] == rank)) for link, each in lanes.items()}
         self._counts = {link: count() for link in lanes}
@@ -77,7 +72,7 @@ class ProcessGroupTransport(Transport):
         for (sender, receiver), each in lanes.items():
             self._processes.setdefault(sender + receiver - rank, set()).update(lane.process for lane in each)
         self._device = device
-        self._timeout = timeout
+        self._timeout = timeout  # for sends whose receipt is known, which should be complete at once [s]
         self.pins = False  # whether buffers of receives are pinned, to be copied to a device
         self._blocking = device.type != "cuda"
         self._posted: dict[Message, _UnderWay] = {}
@@ -241,9 +236,7 @@ def _on_wire(spec: TensorSpec) -> tuple[int, bool, bool]:
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor without gaps, in order; as bytes where not every backend supports its type."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # one element may have any stride, and bytes need this one
-    return flat.view(torch.uint8) if tensor.dtype in _AS_BYTES else flat
+    return memory_of(tensor).view(torch.uint8) if tensor.dtype in _AS_BYTES else memory_of(tensor)
 
 
 def _arrival(message: Message, peer: int) -> str:

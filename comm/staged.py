@@ -17,7 +17,7 @@ import torch
 from ..schedules import Message
 from .groups import Groups
 from .process_group import ProcessGroupTransport
-from .transport import TensorSpec, Transport, TransportAround, in_layout
+from .transport import TensorSpec, Transport, TransportAround, in_layout, memory_of
 
 
 def staged(transport: ProcessGroupTransport, groups: Groups) -> Transport:
@@ -45,7 +45,7 @@ class CudaSide:
         hosts = [torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, pin_memory=self.pins) for spec in specs]
         with torch.cuda.stream(self._out):
             for host, x in zip(hosts, whole, strict=True):
-                _flat(host).copy_(_flat(x), non_blocking=True)
+                memory_of(host).copy_(memory_of(x.detach()), non_blocking=True)
                 x.record_stream(self._out)  # its memory is reused only after the copy
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record(self._out)
@@ -57,7 +57,7 @@ class CudaSide:
         with torch.cuda.stream(self._back):  # memory of this stream, which compute does not read any more
             for host in hosts:
                 x = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device)
-                _flat(x).copy_(_flat(host), non_blocking=True)
+                memory_of(x).copy_(memory_of(host), non_blocking=True)
                 x.record_stream(compute)
                 found.append(x)
         compute.wait_stream(self._back)
@@ -110,8 +110,3 @@ class StagedTransport(TransportAround):
         for message in messages:
             if (leaving := self._leaving.pop(message, None)) is not None:
                 leaving.result()
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor without gaps, in order, to be copied at once."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))

@@ -27,19 +27,14 @@ class ExchangeError(Exception):
 
 
 class StoreExchange:
-    """Rounds in which each process gives a value and gets those of all.
-
-    Arguments:
-        name: of these rounds, the same on all processes and never used before.
-        is_over: whether to stop waiting.
-    """
+    """Rounds in which each process gives a value and gets those of all."""
 
     def __init__(self, store: Store, *, rank: int, size: int, name: str, is_over: Callable[[], bool]) -> None:
         self.rank = rank
         self._store = store
         self._size = size
-        self._name = name
-        self._is_over = is_over
+        self._name = name  # of these rounds, the same on all processes and never used before
+        self._is_over = is_over  # whether to stop waiting
         self._round = 0
 
     def gather(self, mine: T, *, what: str) -> list[T]:

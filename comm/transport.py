@@ -17,18 +17,14 @@ from ..schedules import Message
 
 
 class TensorSpec(NamedTuple):
-    """Layout of a tensor in a message.
-
-    stride: without gaps or overlaps. The receiver's is the same, since random masks are drawn in memory order.
-    requires_grad: whether its gradient is sent back.
-    in_parts: whether all members of a tensor group hold the same values, so that each may send a part.
-    """
+    """Layout of a tensor in a message."""
 
     shape: tuple[int, ...]
+    # Without gaps or overlaps. The receiver's is the same, since random masks are drawn in memory order.
     stride: tuple[int, ...]
     dtype: torch.dtype
-    requires_grad: bool
-    in_parts: bool = False
+    requires_grad: bool  # whether its gradient is sent back
+    in_parts: bool = False  # whether all members of a tensor group hold the same values, so that each may send a part
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
@@ -41,6 +37,11 @@ def in_layout(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if tensor.stride() == spec.stride:
         return tensor
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(tensor)
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor without gaps, in order. One element may have any stride, and bytes need this one."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 class Transport(ABC):

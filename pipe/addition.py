@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
 from ..comm import LinkName
+
+# (tensors by name, Collectives, ranks=, what=) -> a function that waits, and returns their sums, the same on all ranks
+BeginSum = Callable[..., Callable[[], list[torch.Tensor]]]
 
 
 class Addition:
     """One addition to a run; a subclass overrides the hooks that it needs.
 
     Attributes:
-        sums: starts sums of gradients in place of the usual way, as `SharedSum` takes it.
+        sums: begins this batch's sums of gradients, of one stage each, in place of all-reduces of buckets.
         may_split: whether it may split any stage's backward.
         sent: by link, bytes that this process has sent, and bytes of the same tensors unpacked.
     """
 
-    sums: Any = None
+    sums: BeginSum | None = None
     may_split = False
     sent: Mapping[LinkName, tuple[int, int]] = {}
 

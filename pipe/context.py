@@ -119,7 +119,8 @@ class Run:
         index, count = self.layout.place.context
         if count == 1:
             return None
-        return TensorGroup(self.collectives.context_group, index=index, count=count, exchanges=self.exchanges)
+        group = self.collectives.group_of(self.collectives.context_members)
+        return TensorGroup(group, index=index, count=count, exchanges=self.exchanges)
 
     @property
     def num_replicas(self) -> int:

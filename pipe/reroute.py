@@ -135,10 +135,7 @@ class Rerouted(LifeCycle):
         take_back: Callable[[], None],
     ) -> T:
         """Result of a call. A rank that `is_ready` has everything that the result needs, and finishes it alone.
-
-        Arguments:
-            admits: whether restarted processes may join before it.
-        """
+        `admits`: whether restarted processes may join before it."""
         run, members = self._run, self._members
         while True:
             try:

@@ -17,15 +17,12 @@ from ..schedules import Timeline
 
 
 class Known(NamedTuple):
-    """Result of a batch on a rank that knows it; `grad_norm` is the global norm before clipping.
-
-    skipped: whether the update was left out because gradients overflowed in float16.
-    """
+    """Result of a batch on a rank that knows it; `grad_norm` is the global norm before clipping."""
 
     step: int
     loss: float
     grad_norm: float | None
-    skipped: bool = False
+    skipped: bool = False  # whether the update was left out because gradients overflowed in float16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

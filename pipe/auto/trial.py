@@ -298,12 +298,8 @@ def _kind(error: BaseException) -> str:
 
 
 def _label(plan: Plan) -> str:
-    note = next((note.removeprefix(CHOSEN) for note in plan.notes if note.startswith(CHOSEN)), None)
-    return (
-        f"{plan.schedule}, {describe(plan)}, {count(plan.num_microbatches or 0, 'microbatch')}"
-        if note is None
-        else note
-    )
+    chosen = (note.removeprefix(CHOSEN) for note in plan.notes if note.startswith(CHOSEN))
+    return next(chosen, f"{plan.schedule}, {describe(plan)}, {count(plan.num_microbatches or 0, 'microbatch')}")
 
 
 def _noted(plan: Plan, *notes: str) -> Plan:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...comm import Collectives, Guard, MeshPlace
+from ...comm.transport import memory_of
 from ...partition.deferred.recipes import value_of
 from ...partition.model.fingerprint import told_apart
 from ...partition.model.recorded.words import digest
@@ -254,8 +255,7 @@ def checksum(value: object) -> float:
             some = some.view(-1)[indices] if leaf.is_contiguous() else some[torch.unravel_index(indices, leaf.shape)]
         some = torch.view_as_real(some.resolve_conj()) if some.is_complex() else some
         if some.numel():
-            flat = some.contiguous().as_strided((some.numel(),), (1,))  # bytes need this stride
-            number = zlib.crc32(flat.view(torch.uint8).cpu().numpy().tobytes(), number)
+            number = zlib.crc32(memory_of(some.contiguous()).view(torch.uint8).cpu().numpy().tobytes(), number)
     return float(number)
 
 

@@ -21,21 +21,14 @@ from .agreement import Identity
 
 
 class BatchPart(NamedTuple):
-    """One of the M microbatches of a batch, or a slice of one.
+    """One of the M microbatches of a batch, or a slice of one."""
 
-    inputs: the model's; None for a microbatch of another data replica, whose target is None, too.
-    inferred: what all stages run for it, and their outputs' layouts.
-    size: number of samples; of tokens for a slice.
-    weight: its share of the samples (or tokens) of its update group.
-    span: tokens of a slice, or of a member of a context group.
-    """
-
-    inputs: Tensors | None
+    inputs: Tensors | None  # the model's; None for a microbatch of another data replica, whose target is None, too
     target: object
-    inferred: Inferred
-    size: int
-    weight: float
-    span: Tokens | None
+    inferred: Inferred  # what all stages run for it, and their outputs' layouts
+    size: int  # number of samples; of tokens for a slice
+    weight: float  # its share of the samples (or tokens) of its update group
+    span: Tokens | None  # tokens of a slice, or of a member of a context group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,26 +37,17 @@ class Batch:
 
     Where data replicas have different batches, each rank has its own replica's microbatches, and assumes the same sizes
     for the others; the losses that travel have the real ones.
-
-    Arguments:
-        parts: [M].
-        group_size: microbatches of one update group.
-        step: number of this batch, for random numbers and reports.
-        autocast: under which it was passed.
-        replica: (number, count) of the data replica whose batch it is.
-        identity: compared with that of other ranks.
-        signatures: shapes and types of this process's own microbatches (or slices).
     """
 
-    parts: list[BatchPart]
+    parts: list[BatchPart]  # [M]
     has_target: bool
-    group_size: int
-    step: int
-    autocast: Autocast
-    identity: Identity
-    replica: tuple[int, int] = (0, 1)
+    group_size: int  # microbatches of one update group
+    step: int  # number of this batch, for random numbers and reports
+    autocast: Autocast  # under which it was passed
+    identity: Identity  # compared with that of other ranks
+    replica: tuple[int, int] = (0, 1)  # (number, count) of the data replica whose batch it is
     num_slices: int = 1
-    signatures: Sequence[Signature] = ()
+    signatures: Sequence[Signature] = ()  # shapes and types of this process's own microbatches (or slices)
     wants_grad: bool = False
 
     @property
@@ -275,14 +259,11 @@ def check_same_batch(batch: Batch, collectives: Collectives, *, device: torch.de
     compared when losses arrive: ranks of the last stage, which do not wait, learn of it later. `called`: see
     `ContextAttention`."""
     step = batch.step
-    for members, gather, why in (
-        (collectives.tensor_members, collectives.tensor_gather, _ONE_RANK),
-        (collectives.context_members, collectives.context_gather, _ONE_SEQUENCE),
-    ):
+    for members, why in ((collectives.tensor_members, _ONE_RANK), (collectives.context_members, _ONE_SEQUENCE)):
         if len(members) == 1:
             continue
         own = torch.tensor([*batch.identity, called], dtype=torch.float64, device=device)
-        gathered = [one.tolist() for one in gather(own, what="comparing batches")]
+        gathered = [one.tolist() for one in collectives.tensors_among(members, own, what="comparing batches")]
         first, *others = (Identity(*one[:-1]) for one in gathered)
         names = [collectives.name_of(member) for member in members]
         for name, theirs in zip(names[1:], others, strict=True):

@@ -26,15 +26,6 @@ from .batches import Batch, BatchPart, weigh
 class BatchReader:
     """Cuts batches for one mode of the pipeline.
 
-    Arguments:
-        example: arguments that the stages were built for.
-        slices_agree: called once with the first microbatch and its slices, where their values are known.
-
-    Attributes:
-        reads_inputs: slots of the model's inputs whose values the stages of this process read; the others may be
-            passed as meta tensors (shapes alone).
-        reads_target: whether they read the target's, too.
-
     An error of a batch is raised on every rank alike, unless each replica has its own batch: then it is reported to the
     others, which would continue without this one.
     """
@@ -44,8 +35,9 @@ class BatchReader:
         run: Run,
         mode: Mode,
         *,
-        example: Arguments,
+        example: Arguments,  # that the stages were built for
         has_loss: bool,
+        # Called once with the first microbatch and its slices, where their values are known.
         slices_agree: Callable[[Given, Sequence[Slice]], None] | None = None,
     ) -> None:
         options, place, schedule, inference = run.options, run.layout.place, mode.schedule, mode.inference
@@ -60,10 +52,8 @@ class BatchReader:
         self._model_loss = options.model_loss if has_loss else None
         self._compares = place.world.distributed
         self._group = float(place.tensor[1])
-        replicas_differ = place.replica[1] > 1 or options.model_loss is not None
-        self._together: Callable[[], AbstractContextManager[None]] = (
-            run.guard.together if replicas_differ else nullcontext
-        )
+        may_differ = place.replica[1] > 1 or options.model_loss is not None
+        self._together: Callable[[], AbstractContextManager[None]] = run.guard.together if may_differ else nullcontext
         self._group_size = schedule.group_size
         replica, num_replicas = place.replica
         self._own = range(replica, M, num_replicas)
@@ -71,7 +61,10 @@ class BatchReader:
         self._like = [k // num_replicas * n + q for k in range(M) for q in range(n)]
         self._is_own = [k in self._own for k in range(M) for _ in range(n)]
         self._stages, self._is_chain = run.local_stages, options.model is None or is_sequential(options.model)
+        # Slots of the model's inputs whose values the stages of this process read; the others may be passed as meta
+        # tensors (shapes alone).
         self.reads_inputs = self._inputs_read(inference.example)
+        # Whether they read the target's, too.
         self.reads_target = has_loss and schedule.num_stages - 1 in run.local_stages
 
     def read(self, given: Given, *, step: int, call: Identity) -> Batch:

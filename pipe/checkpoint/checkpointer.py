@@ -282,9 +282,7 @@ class Checkpointer:
         if self._interval is None or not self.records:
             return
         with self._state.run.guard.together():
-            costs = self._state.run.collectives.gather(
-                self._clock.cost(), what="agreeing on the interval of checkpoints"
-            )
+            costs = self._state.run.collectives.gather(self._clock.cost(), what="agreeing on when to save next")
         self.every = self._interval.learn(costs)
         self._due = self._last + self.every
 

@@ -38,15 +38,11 @@ class HostCopy:
     """Copies of one process's tensors, whose memory is used again for the next checkpoint.
 
     begin -> copy(tensor)... -> start; then `finish` in a thread, and `wait` before an update writes.
-
-    Attributes:
-        problem: why the newest copies cannot be used; empty if no reason is known.
-        is_checked_late: whether that is known only after `wait`.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.problem = ""
-        self.is_checked_late = device.type == "cuda"
+        self.problem = ""  # why the newest copies cannot be used; empty if no reason is known
+        self.is_checked_late = device.type == "cuda"  # whether that is known only after `wait`
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._memory: list[torch.Tensor] = []

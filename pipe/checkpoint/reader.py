@@ -10,20 +10,18 @@ stages.
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from ...comm import Collectives, Guard
 from ..shards.shard import Shard, TensorBox
 from .files import MANIFEST, MANIFEST_LIMIT, find, others, read_text
 from .manifest import Manifest, TensorPiece, TensorRecord
-from .snapshot import HasState, random_key
+from .snapshot import HasState, generators, random_key
 from .tensor_file import MappedFile, header_hash
 from .values import DTYPES, decode, tensor_bytes
 
@@ -84,9 +82,13 @@ class Checkpoint:
     def check(self, key: str, shard: Shard) -> None:
         """Checks everything that `read` of this shard will take; nothing else may be read."""
         for piece in self._pieces(key, shard):
-            if piece not in self._checked:
-                self._check(key, piece)
-                self._checked.add(piece)
+            if piece in self._checked:
+                continue
+            if hashlib.sha256(tensor_bytes(self._tensor(key, piece))).hexdigest() != piece.sha256:
+                raise self.error(
+                    f"{self.place / piece.file} is damaged: the SHA-256 of {key!r} is not that of what was saved"
+                )
+            self._checked.add(piece)
 
     def read(self, key: str, shard: Shard) -> torch.Tensor:
         """The local tensor of a shard, on the CPU; a view of the file if it is there in one piece."""
@@ -113,13 +115,6 @@ class Checkpoint:
         if shard.is_whole:
             return list(record.pieces)
         return [piece for piece in record.pieces if any(_in_piece(box, piece) for box in shard.boxes)]
-
-    def _check(self, key: str, piece: TensorPiece) -> None:
-        found = hashlib.sha256(tensor_bytes(self._tensor(key, piece))).hexdigest()
-        if found != piece.sha256:
-            raise self.error(
-                f"{self.place / piece.file} is damaged: the SHA-256 of {key!r} is not that of what was saved"
-            )
 
     def _tensor(self, key: str, piece: TensorPiece) -> torch.Tensor:
         if piece.file not in self._files:
@@ -166,8 +161,6 @@ def _in_piece(box: TensorBox, piece: TensorPiece) -> TensorBox | None:
 
 
 T = TypeVar("T")
-
-_GENERATORS = ("torch", "cuda", "python", "numpy")
 
 
 def read_together(
@@ -221,17 +214,21 @@ class ProcessState:
         with self._checkpoint.as_refusals():
             if self._loader is not None and self._place is not None:
                 self._loader.load_state_dict(self._place)  # only this may still raise
-        _set_generators(self._generators)
+        for set_state, state in self._generators:
+            set_state(state)
 
-    def _check_generators(self) -> Mapping[str, Any]:
-        found: dict[str, Any] = {}
-        for generator in _GENERATORS:
-            key = random_key(generator)
+    def _check_generators(self) -> list[tuple[Callable[[Any], object], Any]]:
+        found = []
+        for name, (_, set_state, check) in generators().items():
+            key = random_key(name)
             there, state = self._checkpoint.of_process(key, **self._process)
             if there and state is not None:
-                _check_generator(generator, state)
-                found[generator] = state
-            elif generator == "torch" and key in self._checkpoint.manifest.values:  # users may never seed the others
+                try:
+                    check(state)
+                except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                    raise ValueError(f"state of the generator {name!r} is not valid: {error}") from None
+                found.append((set_state, state))
+            elif name == "torch" and key in self._checkpoint.manifest.values:  # users may never seed the others
                 self.lost.append(
                     f"torch's generator had another state in each of its {len(self._checkpoint.manifest.values[key])} "
                     f"processes, and there are {self._process['num_processes']} now: your own code continues with the "
@@ -263,26 +260,3 @@ class ProcessState:
             )
         found: Mapping[str, Any] | None = place
         return found
-
-
-def _check_generator(name: str, state: Any) -> None:
-    try:
-        if name == "torch":
-            torch.Generator().set_state(state)
-        elif name == "python":
-            random.Random().setstate(state)
-        elif name == "numpy":
-            np.random.RandomState().set_state(state)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"state of the generator {name!r} is not valid: {error}") from None
-
-
-def _set_generators(states: Mapping[str, Any]) -> None:
-    if "torch" in states:
-        torch.default_generator.set_state(states["torch"])
-    if "python" in states:
-        random.setstate(states["python"])
-    if "numpy" in states:
-        np.random.set_state(states["numpy"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])

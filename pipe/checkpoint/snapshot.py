@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, Protocol, runtime_checkable
 
@@ -156,8 +157,8 @@ def take_snapshot(update: Update, writers: Writers, *, step: int, loader: Mappin
         pieces += of_stage
         values |= rest
     by_process: dict[str, Json] = {"optimizers": optimizers}
-    for generator, where in _generator_states().items():
-        by_process[random_key(generator)] = encode(where, what=f"the state of the generator of {generator}")
+    for name, (state, *_) in generators().items():
+        by_process[random_key(name)] = encode(state(), what=f"the state of the generator of {name}")
     if loader is not None:
         by_process["loader"] = encode(dict(loader), what="the loader's state")
     if extra := ownership.extra_states():
@@ -243,20 +244,24 @@ def _optimizer_content(stage: StageOptimizers) -> list[Json]:
     return written
 
 
-def _generator_states() -> dict[str, Any]:
-    """States of this process's random generators, by name, as the user's code left them.
+Generator = tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], object]]  # see `generators`
+
+
+def generators() -> dict[str, Generator]:
+    """This process's random generators, by name: get a state, set it, set it in another generator as a check.
 
     The model's random numbers depend on none of them (`guards/randomness`); those that a user's loop draws (noise, an
     order, augmentation without workers) do.
     """
-    states: dict[str, Any] = {
-        "torch": torch.default_generator.get_state(),
-        "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),
+    own, numpy = torch.default_generator, partial(np.random.get_state, legacy=False)
+    found: dict[str, Generator] = {
+        "torch": (own.get_state, own.set_state, lambda state: torch.Generator().set_state(state)),
+        "python": (random.getstate, random.setstate, lambda state: random.Random().setstate(state)),
+        "numpy": (numpy, np.random.set_state, lambda state: np.random.RandomState().set_state(state)),
     }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()  # of the device of this process
-    return states
+    if torch.cuda.is_available():  # that of the device of this process
+        found["cuda"] = (torch.cuda.get_rng_state, torch.cuda.set_rng_state, lambda state: None)
+    return found
 
 
 def rule_of(schedule: Schedule) -> list[str | int]:

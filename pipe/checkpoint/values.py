@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...comm.transport import memory_of
+
 Json = Any  # None, bool, int, float, str, or lists and dicts of them
 
 FORMAT_NAMES = {  # of torch's types, in files of tensors
@@ -69,7 +71,8 @@ def encode(value: object, *, what: str) -> Json:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if isinstance(value, torch.Tensor):
-        return _encode_tensor(value, what=what)
+        name = dtype_name(value, what=what)
+        return {"tensor": name, "shape": list(value.shape), "data": _text(tensor_bytes(value))}
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OV":  # objects, and records of fields
         return {"array": str(value.dtype), "shape": list(value.shape), "data": _text(value.tobytes())}
     if isinstance(value, bytes):
@@ -106,8 +109,7 @@ def decode(value: Json) -> Any:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Bytes of its elements in order, without a copy if they are contiguous on the CPU."""
-    whole = tensor.detach().to("cpu").contiguous()
-    flat = whole.as_strided((whole.numel(),), (1,))  # one element may have any stride, and bytes need this one
+    flat = memory_of(tensor.detach().to("cpu").contiguous())
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 
@@ -119,11 +121,6 @@ def dtype_name(tensor: torch.Tensor, *, what: str) -> str:
             f"{what} is a tensor of {tensor.dtype}, {tensor.layout}: expected a dense one of {', '.join(DTYPES)}"
         )
     return name
-
-
-def _encode_tensor(tensor: torch.Tensor, *, what: str) -> Json:
-    name = dtype_name(tensor, what=what)
-    return {"tensor": name, "shape": list(tensor.shape), "data": _text(tensor_bytes(tensor))}
 
 
 def _decode_tagged(value: dict[str, Json]) -> Any:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,9 +32,8 @@ from ...schedules import Costs, Link, Links, Message, MessageKind, critical_path
 from ...schedules.dependencies import Wire
 from ...schedules.messages import STAGE_KINDS
 from ...schedules.timing.links import Network
-from ..addition import Addition
+from ..addition import Addition, BeginSum
 from ..context import Run
-from ..run.engine import Engine
 from ..run.ranks import RankLinks
 from ..run.training import Training
 from ..settings.arguments import AUTO
@@ -43,7 +42,6 @@ from ..settings.given import Given
 from ..stage.shapes import Inferred
 from ..stage.wiring import Mode, message_bytes
 from ..telling import tell
-from ..trace.measurement import Measurement
 
 Boundary = tuple[int, int]  # stages, the producer's first
 Chosen = dict[Boundary, Codec]
@@ -215,15 +213,6 @@ def _measured(run: Run, ranks: RankLinks, specs: Mapping[Boundary, list[TensorSp
     return {link: found.get(link, Link()) for link in ranks.between}  # messages in one direction only are never packed
 
 
-class Built(Protocol):
-    @property
-    def engine(self) -> Engine: ...
-    @property
-    def training(self) -> Training: ...
-    @property
-    def measurement(self) -> Measurement: ...
-
-
 class Compression(Addition):
     """Packed links of a run, for stages with this wiring. Raises ValueError for a boundary that does not exist, that
     packs nothing, or that packs twice."""
@@ -231,7 +220,6 @@ class Compression(Addition):
     def __init__(self, run: Run, mode: Mode, inferred: Inferred) -> None:
         self._run, self._mode, self._inferred = run, mode, inferred
         self.codecs = LinkCodecs()
-        self.sums = PackedSums(self.codecs)
         compress = run.options.compress
         if isinstance(compress, Mapping) and AUTO not in compress:  # else it is measured first
             take_codecs(self.codecs, compress, mode, inferred)
@@ -240,7 +228,7 @@ class Compression(Addition):
     def sent(self) -> Mapping[LinkName, tuple[int, int]]:  # type: ignore[override]
         return self.codecs.sent
 
-    def connected(self, pipeline: Built, links: RankLinks) -> None:
+    def connected(self, pipeline: Any, links: RankLinks) -> None:
         """Pack the training engine's messages; under "auto" after its first steps are measured."""
         engine, compress = pipeline.engine, self._run.options.compress
         engine.ranks = [
@@ -249,6 +237,11 @@ class Compression(Addition):
         if compress is not None and AUTO in compress:
             training, costs = pipeline.training, pipeline.measurement.costs
             decides(self._run, self._mode, self._inferred, links, training, codecs=self.codecs, costs=costs)
+
+    @property
+    def sums(self) -> BeginSum | None:  # type: ignore[override]
+        is_on = self.codecs.data is not None and not self.codecs.is_paused
+        return partial(begin_packed_sum, self.codecs) if is_on else None
 
     def exact(self) -> AbstractContextManager[None]:
         return self.codecs.paused()
@@ -260,20 +253,6 @@ class Compression(Addition):
         if not self.codecs.remember:
             return None
         return "it has no memory of what compress= had left out on links, which begin again"
-
-
-class PackedSums:
-    def __init__(self, codecs: LinkCodecs) -> None:
-        self._codecs = codecs
-
-    @property
-    def is_on(self) -> bool:
-        return self._codecs.data is not None and not self._codecs.is_paused
-
-    def begin(
-        self, named: Mapping[str, torch.Tensor], collectives: Collectives, *, ranks: Sequence[int], what: str
-    ) -> Callable[[], list[torch.Tensor]]:
-        return begin_packed_sum(self._codecs, named, collectives, ranks=ranks, what=what)
 
 
 def begin_packed_sum(

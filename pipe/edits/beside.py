@@ -48,18 +48,12 @@ class Edited(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """Numbers of a run.
-
-    Arguments:
-        tolerance: of its shortest type.
-        rounding: of that type, if it is shorter than float32; else 0.
-        tied: sets of names of one parameter.
-    """
+    """Numbers of a run."""
 
     outcome: Outcome
-    tolerance: float
-    rounding: float
-    tied: list[set[str]]
+    tolerance: float  # of its shortest type
+    rounding: float  # of that type, if it is shorter than float32; else 0
+    tied: list[set[str]]  # sets of names of one parameter
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -39,19 +39,13 @@ def _nothing(name: str, module: nn.Module, root: nn.Module, **given: Any) -> Non
 
 
 class EditKind(NamedTuple):
-    """A row of the table. Functions take (name, module, whole model, arguments of the edit by name).
+    """A row of the table. Functions take (name, module, whole model, arguments of the edit by name)."""
 
-    Arguments:
-        check: raises ValueError if the edit cannot be made; changes nothing.
-        apply: makes the edit.
-        option: the option of PipelineModule, and its value, that makes it instead of `apply`; of (name, arguments).
-        excludes: kinds that cannot be on the same module, or on one inside the other.
-    """
-
-    check: Callable[..., object] = _nothing
-    apply: Callable[..., None] = _nothing
+    check: Callable[..., object] = _nothing  # raises ValueError if the edit cannot be made; changes nothing
+    apply: Callable[..., None] = _nothing  # makes the edit
+    # The option of PipelineModule, and its value, that makes it instead of `apply`; of (name, arguments).
     option: Callable[..., tuple[str, Any]] | None = None
-    excludes: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()  # kinds that cannot be on the same module, or on one inside the other
 
 
 # checkpoint

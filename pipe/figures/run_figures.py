@@ -85,9 +85,8 @@ class RunFigures:
 
         Raises ValueError until schedule="auto" has decided.
         """
-        return (
-            self._building.decided().schedule if self._building.pipeline is None else self._building.pipeline.schedule
-        )
+        pipeline = self._building.pipeline
+        return self._building.decided().schedule if pipeline is None else pipeline.schedule
 
     @property
     def device(self) -> torch.device:

@@ -86,11 +86,14 @@ class Seeder:
             yield
         finally:
             self._called = False
-            for generator, state in zip(self._torch, kept, strict=True):
-                generator.set_state(state)
+            self._set(kept)
             for each, position in zip(self._others, before, strict=True):
                 if not each.put_back() and each.position() != position:
                     each.seed_all_after(self._newest)
+
+    def _set(self, states: Sequence[torch.Tensor]) -> None:
+        for generator, state in zip(self._torch, states, strict=True):
+            generator.set_state(state)
 
     def begin(self, *, step: int, microbatch: int) -> None:
         """Begin an action: `enter` seeds for this step and microbatch until `end`."""
@@ -165,8 +168,7 @@ class Seeder:
         if drew and self._drew_apart is not None:
             self._drew_apart = True
         if self._outside is not None and self._outside[0] == seed and (self._outside[1] or not drew):
-            for generator, then in zip(self._torch, self._outside[2], strict=True):
-                generator.set_state(then)
+            self._set(self._outside[2])
         else:
             for generator in self._torch:
                 generator.manual_seed(_fold(seed >> 32 & _COMMON, _LOSS) & ~_INSIDE)
@@ -193,8 +195,7 @@ class Seeder:
             state[0].restore()
             return
         of_torch, others, self._outside, self._unit = state
-        for generator, then in zip(self._torch, of_torch, strict=True):
-            generator.set_state(then)
+        self._set(of_torch)
         for each, then in zip(self._others, others, strict=True):
             if then is not None:
                 each.set(then)
@@ -218,8 +219,7 @@ class Seeder:
         yield
         for name, value in own.items():
             setattr(self, name, value)
-        for generator, then in zip(self._torch, here, strict=True):
-            generator.set_state(then)
+        self._set(here)
         for each, (then, is_for_unit) in zip(self._others, others, strict=True):
             each.set(then)
             each.is_for_unit = is_for_unit
@@ -256,20 +256,14 @@ class Seeder:
 
 
 class _Global:
-    """A global generator other than torch's: Python's.
-
-    Attributes:
-        units: that draw from it; the loss until it is known.
-        known_until: the last step for which only these are seeded, then all. A batch has one rule.
-        is_for_unit: whether it was last seeded for a unit, not for an action.
-    """
+    """A global generator other than torch's: Python's."""
 
     name = "Python's random numbers"
 
     def __init__(self) -> None:
-        self.units = {_LOSS}
-        self.known_until = math.inf
-        self.is_for_unit = False
+        self.units = {_LOSS}  # that draw from it; the loss until it is known
+        self.known_until = math.inf  # the last step for which only these are seeded, then all. A batch has one rule
+        self.is_for_unit = False  # whether it was last seeded for a unit, not for an action
         self._kept: Any = None
 
     def position(self) -> object:

@@ -106,15 +106,12 @@ def least(seconds: Floats, moments: HeldMoments) -> Choice:
 
 
 class _UnitTrace(NamedTuple):
-    """A microbatch of one stage, by its units' calls, 1 to C; 0 and C + 1: before and after them.
+    """A microbatch of one stage, by its units' calls, 1 to C; 0 and C + 1: before and after them."""
 
-    units: of the calls. kept: [C + 2] bytes held after F. most: within F and B. seconds: [C + 2] of both.
-    """
-
-    units: list[int]
-    kept: Floats
-    most: Mapping[tuple[Op, int], int]
-    seconds: Floats
+    units: list[int]  # of the calls
+    kept: Floats  # [C + 2] bytes held after F
+    most: Mapping[tuple[Op, int], int]  # bytes within F and B
+    seconds: Floats  # [C + 2] of both
 
 
 class _Probe:

@@ -32,7 +32,7 @@ from ..trace.recorder import RankRecorder
 from ..update.interface import Update
 from ..update.rank_update import RankUpdate
 from .engine import Engine, LocalRank
-from .worker import EvaluationWorker, TrainingWorker
+from .worker import EvaluationWorker, OverlappingWorker, TrainingWorker
 
 if TYPE_CHECKING:
     from ..batch.slicing import SlicedLoss
@@ -167,15 +167,20 @@ class Ranks:
     ) -> Engine:
         if self._run.options.device.type == "cpu" and not self._run.spares_memory:
             keep_freed_memory()
-        if kind is TrainingWorker and mode.schedule.overlapped:
-            from .together import OverlappingWorker, overlaps
-
-            kind = OverlappingWorker if overlaps(self._run) else kind
+        if kind is TrainingWorker and mode.schedule.overlapped and self._may_overlap:
+            kind = OverlappingWorker
         ranks = []
         for rank, transport in self.links.transports.items():
             worker = kind(self._run, rank, mode, stages=self.stages[rank], updates=updates[rank])
             ranks.append(LocalRank(worker=worker, transport=transport, recorder=self.links.recorders[rank]))
         return Engine(self._run, ranks)
+
+    @property
+    def _may_overlap(self) -> bool:
+        """Only experts' exchanges give way, on the CPU, and not under recomputation, which changes settings of the
+        process meanwhile."""
+        layout, device = self._run.layout, self._run.options.device
+        return layout.place.mesh.expert > 1 and device.type == "cpu" and not layout.recompute.runs_again
 
     def reader(self, mode: Mode, *, has_loss: bool, like: Arguments) -> BatchReader:
         trains = mode.schedule.has_backward

@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -43,24 +44,17 @@ from ..update.rank_update import RankUpdate
 
 @dataclass(frozen=True, slots=True)
 class _Ports:
-    """Sources and destinations of the tensors of one stage.
+    """Sources and destinations of the tensors of one stage."""
 
-    takes: wires of activations that it consumes.
-    inputs: (number among these, position in its message), for each input that another stage makes. Inputs of the model,
-        whose number depends on its arguments, follow after them.
-    wants_grad: for each of these.
-    outputs: wires of its outputs, with their slots.
-    graded: for each output, whether it may get a gradient.
-    gradients: wires of gradients of its outputs, with their slots.
-    input_gradients: wires of gradients of its inputs, with (position in its message, input).
-    """
-
-    takes: tuple[Wire, ...]
+    takes: tuple[Wire, ...]  # wires of activations that it consumes
+    # (number among these, position in its message), for each input that another stage makes. Inputs of the model, whose
+    # number depends on its arguments, follow after them.
     inputs: tuple[tuple[int, int], ...]
-    wants_grad: tuple[bool, ...]
-    outputs: tuple[tuple[Wire, tuple[int, ...]], ...]
-    graded: tuple[bool, ...]
-    gradients: tuple[tuple[Wire, tuple[int, ...]], ...]
+    wants_grad: tuple[bool, ...]  # for each of these
+    outputs: tuple[tuple[Wire, tuple[int, ...]], ...]  # wires of its outputs, with their slots
+    graded: tuple[bool, ...]  # for each output, whether it may get a gradient
+    gradients: tuple[tuple[Wire, tuple[int, ...]], ...]  # wires of gradients of its outputs, with their slots
+    # Wires of gradients of its inputs, with (position in its message, input).
     input_gradients: tuple[tuple[Wire, tuple[tuple[int, int], ...]], ...]
 
 
@@ -322,6 +316,47 @@ class TrainingWorker(Worker):
                 self._emit(message, total)
             else:
                 self._sums[message] = num_parts + 1, total
+
+
+class OverlappingWorker(TrainingWorker):
+    """A worker that runs a forward and the backward after it together where the schedule says so, see
+    `shards.exchanges`.
+
+        engine    F(s, k) ─────────────────────────> sends of F ──> B(t, j) ──> sends of B
+        worker    F with B in its exchanges ──> |                   the rest of B
+
+    The program is the same as without: the forward waits for the inputs of both, and what it makes leaves as soon as it
+    ends.
+    """
+
+    overlaps = True
+
+    def __init__(self, run: Run, *args: Any, **kwargs: Any) -> None:
+        super().__init__(run, *args, **kwargs)
+        self._exchanges = run.exchanges
+        self._together = run.layout.schedule.together
+        self._begun: Action | None = None  # a backward
+
+    def follow(self, schedule: Schedule) -> None:
+        super().follow(schedule)
+        self._together = schedule.together
+
+    def run(self, action: Action) -> None:
+        backward = self._together.get(action)
+        if backward is not None:
+            run = super().run
+            self._exchanges.forward(lambda: run(action), lambda: run(backward))
+            self._begun = backward
+        elif action == self._begun:
+            self._begun = None
+            self._exchanges.rest_of_backward()
+        else:
+            super().run(action)
+
+    def drop(self) -> None:
+        self._begun = None
+        self._exchanges.drop()
+        super().drop()
 
 
 class EvaluationWorker(Worker):

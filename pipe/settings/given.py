@@ -39,20 +39,13 @@ from ...partition.model.forms import Arguments, Form, copied, cut_tensor, tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """One batch, whole or cut into microbatches.
+    """One batch, whole or cut into microbatches."""
 
-    Arguments:
-        arguments: of the model; of a batch in microbatches, those of the first.
-        target: of the loss: tensors in tuples, lists and dicts; None if there is none.
-        target_dim: dimension of the batch in the target; None: all microbatches share it.
-        is_listed: whether the target is a list of one target per sample.
-        microbatches: of a batch that is cut already, whose sizes may differ in any dimension; else empty.
-    """
-
-    arguments: Arguments
-    target: object = None
-    target_dim: int | None = 0
-    is_listed: bool = False
+    arguments: Arguments  # of the model; of a batch in microbatches, those of the first
+    target: object = None  # of the loss: tensors in tuples, lists and dicts; None if there is none
+    target_dim: int | None = 0  # dimension of the batch in the target; None: all microbatches share it
+    is_listed: bool = False  # whether the target is a list of one target per sample
+    # Of a batch that is cut already, whose sizes may differ in any dimension; else empty.
     microbatches: tuple[Given, ...] = ()
 
     @property

@@ -59,6 +59,10 @@ _CALLED = {  # options that are called: number of arguments, and an example
     "lr_scheduler": (1, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)"),
     "on_step": (1, "lambda record: print(record.loss)"),
 }
+_AS_GIVEN = (  # options that are used as they are given, or read by properties
+    *("num_microbatches", "num_chunks", "optimizer", "lr_scheduler", "max_grad_norm", "precision", "example_inputs"),
+    *("verify", "on_step", "seed", "timeout", "weights"),
+)
 _APPLIED = ("lr_scheduler", "correction", "max_grad_norm", "grad_scaler", "flush_first")
 _VERIFY: Kind[float] = Kind(
     "'first' (the first batch, where a copy of the model fits), True (the first batch), a whole number N of at least 1 "
@@ -70,37 +74,31 @@ _VERIFY: Kind[float] = Kind(
 _SEED = Kind("a whole number", lambda value: int(value) if isinstance(value, Integral) else None)
 _LENGTHS: Kind[Sequence[int]] = Kind(
     "a list with the number of tokens of each slice, as in [96, 32]",
-    lambda value: value if isinstance(value, list | tuple) and value and all(map(_is_length, value)) else None,
+    lambda value: (
+        value if isinstance(value, list | tuple) and value and all(type(n) is int and n > 0 for n in value) else None
+    ),
 )
 _AXIS_OF = {"pp": "pipe", "dp": "data", "cp": "context", "ep": "expert", "tp": "tensor"} | {axis: axis for axis in AXES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(GivenOptions):
-    """The arguments after they are read. Raises ValueError for values that make no sense.
+    """The arguments after they are read. Raises ValueError for values that make no sense."""
 
-    Arguments:
-        model: None: it is given as stages.
-        schedule: None: the default.
-        kind: of what was given as the schedule, such as Slices.
-        sizes: of the mesh, by axis; None if the number of processes decides.
-        calls: reads the arguments of `train_step` and similar calls.
-        loss_fn: a ModelLoss if the model returns its own loss.
-    """
-
-    model: nn.Module | None = None
+    model: nn.Module | None = None  # None: it is given as stages
     stages: Sequence[nn.Module] | None = None
-    schedule: ScheduleLike | Plan | None = None
-    kind: type | None = None
+    schedule: ScheduleLike | Plan | None = None  # None: the default
+    kind: type | None = None  # of what was given as the schedule, such as Slices
     slices: Slices = field(default_factory=Slices)
     sequence_dims: BatchDims = field(default_factory=dict)
     auto: Auto = field(default_factory=Auto)
     correction: ErrorFeedback | None = None
     flush_first: int = 0
     mesh: Mesh = field(default_factory=Mesh)
-    sizes: Mapping[str, int] | None = None
+    sizes: Mapping[str, int] | None = None  # of the mesh, by axis; None if the number of processes decides
+    # Reads the arguments of `train_step` and similar calls.
     calls: CallReader = field(default_factory=partial(CallReader, None, has_target=True, batch_dims={}))
-    loss_fn: Callable[[Any, Any], Any] | None = None
+    loss_fn: Callable[[Any, Any], Any] | None = None  # a ModelLoss if the model returns its own loss
     grad_scaler: GradScaler | None = None
     compile: Mapping[str, Any] | None = None
     device: torch.device
@@ -235,24 +233,13 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
         flush_first=late.flush_first,
         mesh=mesh,
         sizes=sizes,
-        num_microbatches=given.num_microbatches,
-        num_chunks=given.num_chunks,
         recompute=recompute,
         calls=calls,
         loss_fn=loss_fn,
-        optimizer=given.optimizer,
-        lr_scheduler=given.lr_scheduler,
-        max_grad_norm=given.max_grad_norm,
-        precision=given.precision,
-        example_inputs=given.example_inputs,
         grad_scaler=scaler,
         compile=read_compile(precision.compile),
-        verify=given.verify,
-        on_step=given.on_step,
-        seed=given.seed,
-        timeout=given.timeout,
         device=device,
-        weights=given.weights,
+        **{name: getattr(given, name) for name in _AS_GIVEN},
     )
 
 
@@ -348,10 +335,6 @@ def _with_edits(edits: Mapping[str, Any], name: str, given: Any) -> Any:
     if name in edits and given not in (None, "none"):
         raise ValueError(f"{name}= together with edits that set it: expected only one of them")
     return edits.get(name, given)
-
-
-def _is_length(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 _FSDP = 'mesh=stagewright.Mesh(data=D, data_parallel="fsdp")'

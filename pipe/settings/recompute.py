@@ -43,15 +43,12 @@ RecomputeLike = Rule | Sequence[Rule] | Mapping[str, Any]
 class Recompute:
     """Choice of recomputation.
 
-    Arguments:
-        stages: [S] one of RECOMPUTE, a count such as "layer:3", a policy, or a budget [bytes].
-        modules: by pattern of module names, one of OF_MODULES or a policy; every stage is then "none". A pattern has as
-            many parts between dots as the names that it matches, each as in fnmatch.
-
     Raises ValueError for any other value.
     """
 
-    stages: tuple[Rule | float, ...]
+    stages: tuple[Rule | float, ...]  # [S] one of RECOMPUTE, a count such as "layer:3", a policy, or a budget [bytes]
+    # By pattern of module names, one of OF_MODULES or a policy; every stage is then "none". A pattern has as many parts
+    # between dots as the names that it matches, each as in fnmatch.
     modules: Mapping[str, Rule] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:

@@ -143,10 +143,7 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
 
 class Experts(Style):
     """A module that holds the weights of many experts as tensors; each member computes its part of each expert.
-
-    Arguments:
-        parameters: by name: the dimension that is divided, and blocks in it.
-    """
+    `parameters`: by name: the dimension that is divided, and blocks in it."""
 
     def __init__(self, parameters: Mapping[str, tuple[int, int]]) -> None:
         super().__init__()

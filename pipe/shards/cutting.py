@@ -35,10 +35,7 @@ def cut_by_styles(
 
     Returns the shards of divided parameters, by name; `uncut` restores the modules' classes and attributes. Parameters
     stay the same objects and become plain local tensors; under styles of torch's or the user's, the forward sees them
-    as DTensors.
-
-    Arguments:
-        mesh: of the group; needed for styles that are not ours.
+    as DTensors. `mesh`: of the group; needed for styles that are not ours.
 
     Raises StyleError, before anything is changed, for modules that one of our styles can't cut.
     """

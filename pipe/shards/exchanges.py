@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from threading import Semaphore, Thread
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import overrides
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -30,30 +30,21 @@ if TYPE_CHECKING:
 _PATIENCE = 5.0  # [s] for a backward to stop whose forward has failed
 
 
-class Begun(Protocol):
-    """A collective that has begun."""
-
-    def wait(self) -> object: ...
-
-
 class _Abandoned(BaseException):
     """The forward that a backward runs together with has failed."""
 
 
 class Exchanges:
-    """Exchanges within the actions of one process.
-
-    Attributes:
-        recorder: of its rank, which notes them for the action that runs; None: not noted.
-    """
+    """Exchanges within the actions of one process."""
 
     def __init__(self, seeder: Seeder) -> None:
+        # Of its rank, which notes them for the action that runs; None: not noted.
         self.recorder: RankRecorder | None = None
         self._seeder = seeder
         self._turns: _Turns | None = None
 
-    def through(self, begin: Callable[[], Begun]) -> None:
-        """Begin a collective and wait for it; meanwhile the other action of a pair runs."""
+    def through(self, begin: Callable[[], Any]) -> None:
+        """Begin a collective and wait for what `begin` returns; meanwhile the other action of a pair runs."""
         with self.noted():
             begun = begin()
             if self._turns is not None:

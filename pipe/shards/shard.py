@@ -173,15 +173,11 @@ SYNC: Kind[int | str] = Kind(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """Division of a run's stages.
+    """Division of a run's stages."""
 
-    Arguments:
-        shards: [S] ranks over which the optimizer's state of each stage is divided; 1: each rank holds all of it.
-        weights: whether the weights are divided, too, between two batches.
-    """
-
+    # [S] ranks over which the optimizer's state of each stage is divided; 1: each rank holds all of it.
     shards: tuple[int, ...]
-    weights: bool = False
+    weights: bool = False  # whether the weights are divided, too, between two batches
 
     @property
     def is_any(self) -> bool:
@@ -206,15 +202,10 @@ def sharding_over(shards: Sequence[int], world: World, *, weights: bool = False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSplit:
-    """A parameter's parts, each contiguous in memory.
+    """A parameter's parts, each contiguous in memory."""
 
-    Arguments:
-        ranks: that hold the same stage, ascending.
-        shards: by rank, of these; once all ranks that hold the parameter have agreed, of all of them.
-    """
-
-    ranks: tuple[int, ...]
-    shards: Mapping[int, Shard]
+    ranks: tuple[int, ...]  # that hold the same stage, ascending
+    shards: Mapping[int, Shard]  # by rank, of these; once all ranks that hold the parameter have agreed, of all of them
 
 
 def split_parameters(
@@ -253,19 +244,12 @@ def split_parameters(
 
 
 class ShardedParameter:
-    """A parameter of which this rank has a part.
-
-    Arguments:
-        apart: whether the part has separate memory, and the whole parameter may be freed.
-
-    Attributes:
-        whole: the model's own Parameter.
-        parameter: held by the optimizer in its place: a view of it, unless `apart`.
-    """
+    """A parameter of which this rank has a part. `apart`: whether the part has separate memory, and the whole
+    parameter may be freed."""
 
     def __init__(self, name: str, whole: nn.Parameter, split: ParameterSplit, rank: int, *, apart: bool) -> None:
         self.name = name
-        self.whole = whole
+        self.whole = whole  # the model's own Parameter
         self.split = split
         self.rank = rank
         self._apart = apart
@@ -273,6 +257,7 @@ class ShardedParameter:
         self._nothing: torch.Tensor | None = None  # in place of all elements while the whole is freed
         self._version = 0
         own = self.of(whole.data)
+        # Held by the optimizer in its place: a view of it, unless `apart`.
         self.parameter = nn.Parameter(own.clone() if apart else own, requires_grad=whole.requires_grad)
 
     def follow(self) -> None:

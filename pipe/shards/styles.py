@@ -131,11 +131,8 @@ class Column(Style):
 class Row(Style):
     """Each member multiplies its part of the inputs with its rows of W; the products are summed, the bias added once.
 
-    Of an Embedding: each member has its part of the vocabulary, and gives zeros for the other tokens.
-
-    Arguments:
-        split_input: whether each member gets all inputs, and uses its own.
-    """
+    Of an Embedding: each member has its part of the vocabulary, and gives zeros for the other tokens. `split_input`:
+    whether each member gets all inputs, and uses its own."""
 
     def __init__(self, *, split_input: bool = False) -> None:
         super().__init__()
@@ -182,11 +179,8 @@ class Row(Style):
 class Sequence(Style):
     """Each member computes its part of the positions, with whole weights, from all inputs, and gathers all outputs.
 
-    For modules that compute each position independently: norms, dropout, a Linear. Gradients of the weights are summed.
-
-    Arguments:
-        dim: of the positions.
-    """
+    For modules that compute each position independently: norms, dropout, a Linear. Gradients of the weights are
+    summed. `dim`: of the positions."""
 
     def __init__(self, *, dim: int = 1) -> None:
         super().__init__()

@@ -29,14 +29,7 @@ T = TypeVar("T", bound=torch.Tensor | None)
 
 
 class TensorGroup:
-    """Member `index` of `count` processes. Fake and meta tensors are never sent.
-
-    Arguments:
-        process_group: None: there are no other processes (the profiler measures one member alone).
-        on_bytes: called with "sum" or "gather" and the size of each tensor that is sent [bytes].
-        on_region: called when a forward enters (True) or leaves a region of divided tensors.
-        exchanges: those of the process: all-to-alls go through them, and what is `noted`.
-    """
+    """Member `index` of `count` processes. Fake and meta tensors are never sent."""
 
     def __init__(
         self,
@@ -50,10 +43,10 @@ class TensorGroup:
     ) -> None:
         self.index = index
         self.count = count
-        self._group = process_group
-        self._on_bytes = on_bytes
-        self._on_region = on_region
-        self._exchanges = exchanges
+        self._group = process_group  # None: there are no other processes (the profiler measures one member alone)
+        self._on_bytes = on_bytes  # called with "sum" or "gather" and the size of each tensor that is sent [bytes]
+        self._on_region = on_region  # called when a forward enters (True) or leaves a region of divided tensors
+        self._exchanges = exchanges  # those of the process: all-to-alls go through them, and what is `noted`
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> TensorGroup:

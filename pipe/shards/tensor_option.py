@@ -74,16 +74,11 @@ def peers_in_parts(sends: str, place: MeshPlace, collectives: Collectives) -> fr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStyles:
-    """Styles of a model's modules.
+    """Styles of a model's modules."""
 
-    Arguments:
-        count: members of a tensor group.
-        styles: by module name, in the model's order; empty: nothing is cut.
-        whole: why, by name, for modules that "auto" knows and leaves whole.
-    """
-
-    count: int
-    styles: Mapping[str, ParallelStyle]
+    count: int  # members of a tensor group
+    styles: Mapping[str, ParallelStyle]  # by module name, in the model's order; empty: nothing is cut
+    # Why, by name, for modules that "auto" knows and leaves whole.
     whole: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:

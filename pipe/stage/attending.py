@@ -34,20 +34,14 @@ _DROPOUT = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Which keys a query sees; T keys.
+    """Which keys a query sees; T keys."""
 
-    Arguments:
-        is_causal: those up to its own token alone.
-        keys: [..., 1, T] mask of keys for all queries, as torch's attention takes it, or None.
-        positions: [..., T] of tokens in their documents, of which a query sees its own alone: each begins where a
-            position is not one more than the one before. None: one document.
-        window: number of the newest keys that a query sees, itself among them; None: all of them.
-    """
-
-    is_causal: bool
-    keys: Tensor | None = None
+    is_causal: bool  # those up to its own token alone
+    keys: Tensor | None = None  # [..., 1, T] mask of keys for all queries, as torch's attention takes it, or None
+    # [..., T] of tokens in their documents, of which a query sees its own alone: each begins where a position is not
+    # one more than the one before. None: one document.
     positions: Tensor | None = None
-    window: int | None = None
+    window: int | None = None  # number of the newest keys that a query sees, itself among them; None: all of them
 
     def of_all(self, gather: Callable[[Tensor], Tensor]) -> Seen:
         """The same for all tokens, of which `gather` makes [..., T] from those of this part."""

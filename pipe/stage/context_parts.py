@@ -72,16 +72,13 @@ def over_context(group: TensorGroup, span: TokenBlocks, *, drops: bool = True) -
 
 
 class ContextAttention:
-    """The context of each action of one rank.
-
-    Attributes:
-        called: checksum of the modules of `root` that have called attention, in order: the same on each member, since
-            the collectives of different modules would pair as well.
-    """
+    """The context of each action of one rank."""
 
     def __init__(self, group: TensorGroup, root: nn.Module) -> None:
         self._group = group
         self._numbers = {id(module): number for number, module in enumerate(root.modules())}
+        # Checksum of the modules of `root` that have called attention, in order: the same on each member, since the
+        # collectives of different modules would pair as well.
         self.called = 0
 
     def forward(self, stage: int, index: int, span: TokenBlocks) -> AbstractContextManager[None]:

@@ -34,18 +34,14 @@ _COMPARISONS = 2  # update groups whose gradients are compared
 
 
 class MemberShards:
-    """Parts of a model's divided parameters by name; all others are whole on every member.
-
-    Arguments:
-        by_member: name -> [T] shards of the members, of a tensor group or, those in `experts`, of an expert group.
-        originals: full tensors of this process's model, by name, until they are spread.
-    """
+    """Parts of a model's divided parameters by name; all others are whole on every member."""
 
     def __init__(
         self,
         collectives: Collectives,
+        # Name -> [T] shards of the members, of a tensor group or, those in `experts`, of an expert group.
         by_member: Mapping[str, Sequence[Shard]],
-        originals: Mapping[str, torch.Tensor],
+        originals: Mapping[str, torch.Tensor],  # full tensors of this process's model, by name, until they are spread
         experts: Collection[str] = (),
     ) -> None:
         self._collectives = collectives
@@ -73,7 +69,8 @@ class MemberShards:
             return
         mine = torch.stack(rows)
         members, name_of = self._collectives.tensor_members, self._collectives.name_of
-        first, *others = self._collectives.tensor_gather(mine, what="comparing the gradients of a tensor group")
+        what = "comparing the gradients of a tensor group"
+        first, *others = self._collectives.tensors_among(members, mine, what=what)
         for member, theirs in zip(members[1:], others, strict=True):
             for (name, gradient), one, other in zip(whole.items(), first.tolist(), theirs.tolist(), strict=True):
                 if _differs(one, other, gradient):
@@ -135,7 +132,7 @@ class MemberShards:
         if name in self._experts:  # of which a member may have nothing
             parts = collectives.gather_among(collectives.expert_members, local.cpu(), what=what)
         else:
-            parts = collectives.tensor_gather(local, what=what)
+            parts = collectives.tensors_among(collectives.tensor_members, local, what=what)
         for shard, part in zip(shards, parts, strict=True):
             shard.put(part, full)
         return full

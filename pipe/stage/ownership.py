@@ -22,9 +22,8 @@ from ..context import Run
 from ..guards.separable import refuse_shared_statistic
 from ..shards.shard import Shard
 from .build import CutModel
-from .kinds import TensorKinds
 from .members import MemberShards
-from .own_state import extra_states, keys_of, tensors_from, tensors_of
+from .own_state import TensorKinds, extra_states, keys_of, tensors_from, tensors_of
 
 T = TypeVar("T")
 

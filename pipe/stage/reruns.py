@@ -313,9 +313,8 @@ def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _end(x: torch.Tensor) -> int:
-    return (
-        int(x.storage_offset()) + 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    )
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return int(x.storage_offset()) + last + 1
 
 
 def _is_plain(x: torch.Tensor) -> bool:

@@ -41,44 +41,32 @@ _DECIDES_ALIKE = (
 
 
 class _Live(NamedTuple):
-    """State of a microbatch between its forward and its backward.
+    """State of a microbatch between its forward and its backward."""
 
-    module: that ran it.
-    outputs: with their graph; None: the forward runs again, with this target and these buffers.
-    moving: activations that may leave the rank.
-    """
-
-    module: StageModule
+    module: StageModule  # that ran it
     leaves: Tensors
-    outputs: Tensors | None
+    outputs: Tensors | None  # with their graph; None: the forward runs again, with this target and these buffers
     target: object
     version: int
     buffers: Snapshot
     is_split: bool
-    moving: Activations | None
+    moving: Activations | None  # activations that may leave the rank
 
 
 class Stage:
-    """Runs one stage of the model on its rank.
-
-    Arguments:
-        module: run in training, for the example's inputs: modules for other inputs have the same buffers.
-        loss_of: on the last stage: (flat outputs, target, training, leaves) -> (loss, count or None).
-        runs_again: whether the backward runs the whole stage again, rather than `reruns`.
-        weights: the versions of its parameters, under an asynchronous schedule.
-    """
+    """Runs one stage of the model on its rank."""
 
     def __init__(
         self,
         *,
         index: int,
         name: str,
-        module: nn.Module,
-        loss_of: LossOf | None,
-        runs_again: bool,
+        module: nn.Module,  # run in training, for the example's inputs: modules for other inputs have the same buffers
+        loss_of: LossOf | None,  # on the last stage: (flat outputs, target, training, leaves) -> (loss, count or None)
+        runs_again: bool,  # whether the backward runs the whole stage again, rather than `reruns`
         reruns: CheckpointedModules,
         compiled: Calls,
-        weights: WeightVersions | None = None,
+        weights: WeightVersions | None = None,  # the versions of its parameters, under an asynchronous schedule
     ) -> None:
         self.index = index
         self.name = name
@@ -105,25 +93,16 @@ class Stage:
     def forward(
         self,
         key: int,
-        module: StageModule,
-        inputs: Sequence[torch.Tensor],
-        wants_grad: Sequence[bool],
-        target: object,
+        module: StageModule,  # for inputs of these shapes
+        inputs: Sequence[torch.Tensor],  # by slot, without a graph
+        wants_grad: Sequence[bool],  # by slot: which inputs require a gradient
+        target: object,  # of this microbatch, for the loss on the last stage
         *,
-        version: int = 0,
-        backwards: int = 1,
-        moves: bool = False,
+        version: int = 0,  # of the weights, where there are several
+        backwards: int = 1,  # 1; 2: in two halves; 0: none, and nothing is kept for one
+        moves: bool = False,  # whether its activations leave the rank while they wait, see `moving`
     ) -> tuple[Tensors, LossValue | None]:
         """Run microbatch `key` for training.
-
-        Arguments:
-            module: for inputs of these shapes.
-            inputs: by slot, without a graph.
-            wants_grad: by slot: which inputs require a gradient.
-            target: of this microbatch, for the loss on the last stage.
-            version: of the weights, where there are several.
-            backwards: 1; 2: in two halves; 0: none, and nothing is kept for one.
-            moves: whether its activations leave the rank while they wait, see `moving`.
 
         Returns the detached outputs (none where the loss is computed) and the detached loss.
         """
@@ -193,21 +172,15 @@ class Stage:
     def backward(
         self,
         key: int,
+        # By output slot (None: there is none); on a stage with a loss, its one weight.
         gradients: Sequence[torch.Tensor | None],
-        wanted: Sequence[bool],
+        wanted: Sequence[bool],  # by output slot, whether it may get one
         *,
-        autocast: Autocast,
-        group: int = 0,
-        is_half: bool = False,
+        autocast: Autocast,  # that of the forward, for recomputation
+        group: int = 0,  # the update group, where there are several
+        is_half: bool = False,  # whether gradients of weights are left to `weight_grad`
     ) -> list[torch.Tensor | None]:
         """Backward of microbatch `key`; parameter gradients add up in `.grad`, or in `weights` by update group.
-
-        Arguments:
-            gradients: by output slot (None: there is none); on a stage with a loss, its one weight.
-            wanted: by output slot, whether it may get one.
-            autocast: that of the forward, for recomputation.
-            group: the update group, where there are several.
-            is_half: whether gradients of weights are left to `weight_grad`.
 
         Returns the gradient of each input, by slot, or None.
         """

@@ -20,7 +20,7 @@ backward of a microbatch, and the backward reads the new values. Precisely, a ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -327,13 +327,8 @@ def _refuse_other_references(module: nn.Module, parameters: Sequence[tuple[str, 
         for key, value in part.__dict__.items():
             if key in ("_parameters", "_modules", "_buffers", "_flat_weights"):
                 continue
-            values: Iterable[object] = ()
-            if isinstance(value, list | tuple | set):
-                values = value
-            elif isinstance(value, dict):
-                values = value.values()
-            elif isinstance(value, nn.Parameter):
-                values = (value,)
+            values = value.values() if isinstance(value, dict) else value
+            values = values if isinstance(value, list | tuple | set | dict) else (value,)
             held = next((names[id(one)] for one in values if id(one) in names), None)
             if held is not None:
                 raise ValueError(

@@ -28,16 +28,7 @@ def _edges(stages: Sequence[StageModule], specs: OutputSpecs) -> tuple[Edge, ...
 
 class Mode:
     """The pipeline in one mode, training or evaluation (forwards alone), and the tensors of each wire in it.
-
-    Arguments:
-        undivided: outputs before a tensor group divided the model: those of unchanged size are equal on all members.
-
-    Attributes:
-        schedule: with the model's own stage graph.
-        slots: by wire, the outputs of its producer that any of its consumers takes, ascending; for gradients, the
-            outputs that may get one.
-        wants_grad: [S] by input.
-        receives_ahead: receives posted ahead per link, by the largest message, the same on all ranks.
+    `undivided`: outputs before a tensor group divided the model: those of unchanged size are equal on all members.
 
     Raises ValueError for a stage that makes a gradient where the schedule runs no backward of it.
     """
@@ -60,14 +51,16 @@ class Mode:
                     f"expected torch.no_grad() around it in the model, or a schedule with its backwards"
                 )
         self.inference = inference
-        self.schedule = schedule.with_edges(_edges(stages, specs))
+        self.schedule = schedule.with_edges(_edges(stages, specs))  # with the model's own stage graph
         check(self.schedule)
         self.wires = tuple(Dependencies(self.schedule).wires)
 
         def wants(ref: ValueRef) -> bool:
             return ref.producer != MODEL_INPUT and specs[ref.producer][ref.slot].requires_grad
 
-        self.wants_grad = [tuple(map(wants, module.inputs)) for module in stages]
+        self.wants_grad = [tuple(map(wants, module.inputs)) for module in stages]  # [S] by input
+        # By wire, the outputs of its producer that any of its consumers takes, ascending; for gradients, the outputs
+        # that may get one.
         self.slots: dict[Wire, tuple[int, ...]] = {}
         self._alike: set[tuple[int, int]] = set()
         for stage, both in enumerate(zip(specs, undivided, strict=True) if undivided is not None else ()):
@@ -86,6 +79,7 @@ class Mode:
             self.slots[wire] = tuple(sorted(takers))
             self._inputs[wire] = [takers[slot] for slot in self.slots[wire]]
         sizes = [num_bytes(self.message_specs(wire.message(0), inference.of(microbatch))) for wire in self.wires]
+        # Receives posted ahead per link, by the largest message, the same on all ranks.
         self.receives_ahead = receives_ahead(max(sizes, default=0))
 
     def unsent(self, specs: OutputSpecs) -> tuple[int, int] | None:

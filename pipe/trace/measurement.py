@@ -19,13 +19,7 @@ _MOST_ACTIONS = 100_000  # of the steps whose times are all used
 
 
 class Measurement:
-    """Durations of the ranks of this process.
-
-    Arguments:
-        drain: ends all traffic on the links.
-        one_way_seconds: measures the latency of a link; collective over the processes.
-        assemble: combines all ranks' records of one step, or of a few of a stream.
-    """
+    """Durations of the ranks of this process."""
 
     def __init__(
         self,
@@ -33,8 +27,9 @@ class Measurement:
         recorders: Sequence[RankRecorder],
         *,
         schedule: Schedule,
-        drain: Callable[[], None],
-        one_way_seconds: Callable[[], float],
+        drain: Callable[[], None],  # ends all traffic on the links
+        one_way_seconds: Callable[[], float],  # measures the latency of a link; collective over the processes
+        # Combines all ranks' records of one step, or of a few of a stream.
         assemble: Callable[[Sequence[RankRecord]], Timeline],
         clocks: HostClocks,
     ) -> None:
@@ -134,8 +129,8 @@ def _placed(record: RankRecord, clocks: HostClocks) -> RankRecord:
 
 
 def costs_from_medians(
-    by_rank: Sequence[Mapping[Timed, float]],
-    overheads: Mapping[int, float],
+    by_rank: Sequence[Mapping[Timed, float]],  # [P] seconds by stages and op
+    overheads: Mapping[int, float],  # seconds around an action, by stage
     *,
     schedule: Schedule,
     latency: float,
@@ -145,12 +140,7 @@ def costs_from_medians(
     """The costs of a schedule whose ranks measured these medians; an op that no rank measured costs 0.
 
     F, B, I and W of a stage's replicas are each rank's own. Updates and moves are means over replicas, sums the least:
-    the rank that is last at a sum does not wait.
-
-    Arguments:
-        by_rank: [P] seconds by stages and op.
-        overheads: seconds around an action, by stage.
-    """
+    the rank that is last at a sum does not wait."""
     together: dict[Timed, list[float]] = {}
     for own in by_rank:
         for key, seconds in own.items():

@@ -20,26 +20,22 @@ Timed = tuple[tuple[int, ...], Op]  # an op of a stage, or of several together
 
 @dataclass(slots=True)
 class _Step:
-    """Stamps of one step.
-
-    waits: with the number of actions before. fused: I that ran as one backward with the W after it. data: waits for
-    the batch. exchanges: within actions. rows: of actions with divided experts. counts: whether its durations count,
-    from which action, collective and norm on. is_whole: whether all of them do.
-    """
+    """Stamps of one step."""
 
     actions: list[tuple[Action, Stamp, Stamp]] = field(default_factory=list)
+    # With the number of actions before.
     waits: list[tuple[int, Sequence[Message], Stamp, Stamp]] = field(default_factory=list)
     collectives: list[tuple[Collective, Stamp, Stamp]] = field(default_factory=list)
     norms: list[tuple[Stamp, Stamp]] = field(default_factory=list)
-    data: list[tuple[Stamp, Stamp]] = field(default_factory=list)
-    exchanges: list[tuple[Collective, Stamp, Stamp]] = field(default_factory=list)
-    rows: list[tuple[Action, ExpertRows]] = field(default_factory=list)
-    fused: set[Action] = field(default_factory=set)
+    data: list[tuple[Stamp, Stamp]] = field(default_factory=list)  # waits for the batch
+    exchanges: list[tuple[Collective, Stamp, Stamp]] = field(default_factory=list)  # within actions
+    rows: list[tuple[Action, ExpertRows]] = field(default_factory=list)  # of actions with divided experts
+    fused: set[Action] = field(default_factory=set)  # I that ran as one backward with the W after it
     entered: Stamp | None = None
     left: Stamp | None = None
-    counts: bool = True
-    counted_from: tuple[int, int, int] = (0, 0, 0)
-    is_whole: bool = True
+    counts: bool = True  # whether its durations count
+    counted_from: tuple[int, int, int] = (0, 0, 0)  # the first action, collective and norm that do
+    is_whole: bool = True  # whether all of them do
 
 
 class RankRecorder:

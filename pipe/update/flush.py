@@ -37,16 +37,11 @@ _ORDERS = 32  # orders of batches whose programs are kept
 
 @dataclass(frozen=True, kw_only=True)
 class FlushPrograms:
-    """One batch at a time, by `programs` of all ranks.
-
-    Arguments:
-        sharing: messages of losses, and collectives.
-        data_groups: by rank, the ranks that run the same on other batches, itself among them; none where all ranks pass
-            the same batch.
-    """
+    """One batch at a time, by `programs` of all ranks."""
 
     schedule: Schedule
-    sharing: Sharing
+    sharing: Sharing  # messages of losses, and collectives
+    # By rank, the ranks that run the same on other batches, itself among them; none where all ranks pass the same batch
     data_groups: Sequence[Sequence[int]]
 
     @cached_property
@@ -302,7 +297,7 @@ def shared_sums(ownership: Ownership, shards: Shards, collective: Collective, ra
             parts=[shards.parts[name] for name in some] if are_parts else (),
             collectives=run.collectives,
             compare=ownership.group.compare_gradients if run.layout.place.is_uneven(holders) else None,
-            another=next((each.sums for each in run.added if each.sums is not None), None),
+            added=run.added,
         )
         for (are_parts, holders), some in sorted(together.items(), key=lambda one: not one[0][0])
     ]

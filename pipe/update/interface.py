@@ -47,13 +47,7 @@ Programs = Mapping[int, RankProgram]  # by local rank
 class Update(ABC):
     """The updates of one process. Between two batches nothing is in flight, unless documented otherwise.
 
-    Arguments:
-        ranks: by local rank, as are `recorders`.
-        stages: of all local ranks, in order; none without an optimizer.
-        shards: this rank's parts of the parameters that it divides with others.
-
     Attributes:
-        gate: entered before weights or optimizer state are written.
         scale: of all gradients of the newest batch, relative to those of its backwards.
     """
 
@@ -62,15 +56,15 @@ class Update(ABC):
     def __init__(
         self,
         schedule: Schedule,
-        ranks: Mapping[int, RankUpdate],
-        stages: Sequence[StageOptimizers],
-        shards: Shards,
+        ranks: Mapping[int, RankUpdate],  # by local rank, as are `recorders`
+        stages: Sequence[StageOptimizers],  # of all local ranks, in order; none without an optimizer
+        shards: Shards,  # this rank's parts of the parameters that it divides with others
         *,
         ownership: Ownership,
         recorders: Mapping[int, RankRecorder],
         loss_scale: LossScale | None = None,
     ) -> None:
-        self.gate = UpdateGate()
+        self.gate = UpdateGate()  # entered before weights or optimizer state are written
         self.ownership = ownership
         self.recorders = recorders
         self.loss_scale = loss_scale

@@ -38,20 +38,7 @@ from ..stage.weights import WeightVersions
 class StageOptimizers:
     """The optimizers of one stage and their learning-rate schedules; none where the stage has no parameter to train.
 
-    Arguments:
-        lr_scheduler: called once for each optimizer.
-        model: ids of all of the model's parameters.
-        versions: of the stage's weights, under an asynchronous schedule: then optimizers may hold only the model's
-            tensors.
-        feedback: corrects late gradients.
-
     Raises ValueError for a wrong type of optimizer or scheduler, for a parameter that was not given, or is held twice.
-
-    Attributes:
-        optimizers: in the order in which they were returned. They are made with whole parameters, whose groups may
-            depend on shapes and names, and hold parts of them after `divide`.
-        schedulers: of each optimizer; empty without `lr_scheduler`.
-        names: by id of a parameter, and of a part in its place; named: the parameters as they were given.
     """
 
     def __init__(
@@ -59,15 +46,17 @@ class StageOptimizers:
         stage: int,
         parameters: Sequence[tuple[str, nn.Parameter]],
         factory: OptimizerFactory,
-        lr_scheduler: SchedulerFactory | None,
+        lr_scheduler: SchedulerFactory | None,  # called once for each optimizer
         *,
         where: str,
-        model: Collection[int],
+        model: Collection[int],  # ids of all of the model's parameters
+        # Of the stage's weights, under an asynchronous schedule: then optimizers may hold only the model's tensors.
         versions: WeightVersions | None = None,
-        feedback: Feedback | None = None,
+        feedback: Feedback | None = None,  # corrects late gradients
     ) -> None:
         self.stage = stage
         self.versions = versions
+        # By id of a parameter, and of a part in its place.
         self.names = {id(parameter): name for name, parameter in parameters}
         self.named, self._parameters = [*parameters], [parameter for _, parameter in parameters]
         self._feedback = feedback
@@ -75,9 +64,12 @@ class StageOptimizers:
         self.is_tried = False  # for a statistic over several stages
         self.parts: Mapping[str, ShardedParameter] = {}
         self._away: list[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter]] = []  # wholes replaced by parts
+        # In the order in which they were returned. They are made with whole parameters, whose groups may depend on
+        # shapes and names, and hold parts of them after `divide`.
         self.optimizers = tuple(make_optimizers(factory, parameters, where=where)) if parameters else ()
         self._refuse_others(where, model)
         self._refuse_twice(where)
+        # Of each optimizer; empty without `lr_scheduler`.
         self.schedulers = tuple(_scheduler(lr_scheduler, one) for one in self.optimizers if lr_scheduler is not None)
         self.options = BatchOptions(self.optimizers)
 

@@ -61,11 +61,6 @@ class RankUpdate:
         option_numbers: of the optimizers of this process, see `SharedSum.begin`.
         replicas: ranks that run the same on other batches; none where all ranks pass the same batch.
         are_mixed: whether these make gradients of each other's weights, of experts.
-
-    Attributes:
-        batches: in flight, by number: microbatches number * M, number * M + 1, ...
-        sum_after: by the last backward of a stage, the sum that follows it.
-        loss_scale: None: losses are not scaled, and must be finite.
     """
 
     def __init__(
@@ -81,18 +76,18 @@ class RankUpdate:
         are_mixed: bool = False,
     ) -> None:
         self.are_mixed = are_mixed
-        self.loss_scale = loss_scale
+        self.loss_scale = loss_scale  # None: losses are not scaled, and must be finite
         self.shards = shards
         self.sums = sums or {}
         self.replicas = replicas
-        self.sum_after: Mapping[Action, Collective] = {}
+        self.sum_after: Mapping[Action, Collective] = {}  # by the last backward of a stage, the sum that follows it
         self._read_options = option_numbers
         self._begun: dict[Collective, list[Stamp]] = {}  # when the rest began, and when all was complete
         # Of this batch: samples of all replicas, until they are known; then the factor and options of the first sum.
         self._samples: tuple[torch.Tensor, Callable[[], None]] | None = None
         self._factor = self._loss_factor = 1.0
         self._numbers: Mapping[int, int] | None = None
-        self.batches: dict[int, Batch] = {}
+        self.batches: dict[int, Batch] = {}  # in flight, by number: from microbatch number * M on
         self._rank = rank
         self._batch_indices = schedule.batch_indices
         self._group_size = schedule.group_size

@@ -113,30 +113,21 @@ def together(waits: list[Callable[[], None]]) -> Callable[[], None]:
 
 
 class Shards:
-    """Parameters of which this rank has parts.
-
-    Arguments:
-        stages: the parts of each stage that has any, in the same order on all ranks of the stage.
-        several: names of those that several stages of the rank use.
-        apart: whether weights are freed between two batches.
-
-    Attributes:
-        parts: all of them, by name.
-        awaited: by stage, weights that are being gathered.
-    """
+    """Parameters of which this rank has parts."""
 
     def __init__(
         self,
+        # The parts of each stage that has any, in the same order on all ranks of the stage.
         stages: Mapping[int, Sequence[ShardedParameter]],
         collectives: Collectives,
         recorder: RankRecorder,
         *,
-        several: Collection[str] = (),
-        apart: bool = False,
+        several: Collection[str] = (),  # names of those that several stages of the rank use
+        apart: bool = False,  # whether weights are freed between two batches
     ) -> None:
-        self.parts = {part.name: part for parts in stages.values() for part in parts}
+        self.parts = {part.name: part for parts in stages.values() for part in parts}  # all of them, by name
         self.apart = apart
-        self.awaited: dict[int, Wait] = {}
+        self.awaited: dict[int, Wait] = {}  # by stage, weights that are being gathered
         self._stages = stages
         self._several = frozenset(several)
         self.collectives = collectives

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,45 +23,28 @@ from torch import nn
 from ...comm import Collectives
 from ...comm.buckets import BucketSum
 from ...schedules import Collective
+from ..addition import Addition, BeginSum
 from ..shards.shard import ShardedParameter
 from .gradients import flags_of, scale_gradients
 from .optimizers import differing_options
 from .shards import begin_sum
 
 
-class OtherSum(Protocol):
-    """Begins sums of tensors over ranks, other than all-reduces of buckets."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether it begins the sums of this batch."""
-
-    def begin(
-        self, named: Mapping[str, torch.Tensor], collectives: Collectives, *, ranks: Sequence[int], what: str
-    ) -> Callable[[], list[torch.Tensor]]:
-        """Begin a sum; the returned function waits, and returns the sums, the same on all ranks."""
-
-
 class SharedSum:
-    """Gradients of this process that are summed in one REDUCE_GRAD, batch after batch.
-
-    Arguments:
-        parameters: of the gradients, with names, in the same order on all ranks.
-        parts: this rank's parts of these parameters, where each rank needs only a part of the sums; else none.
-        compare: called with the gradients before, where only one member of a tensor group adds its own.
-        another: begins the sums of one stage's gradients instead, while it is on.
-    """
+    """Gradients of this process that are summed in one REDUCE_GRAD, batch after batch."""
 
     def __init__(
         self,
         collective: Collective,
         *,
         ranks: Sequence[int],
-        parameters: Sequence[tuple[str, nn.Parameter]],
+        parameters: Sequence[tuple[str, nn.Parameter]],  # of the gradients, with names, in the same order on all ranks
+        # This rank's parts of these parameters, where each rank needs only a part of the sums; else none.
         parts: Sequence[ShardedParameter],
         collectives: Collectives,
+        # Called with the gradients before, where only one member of a tensor group adds its own.
         compare: Callable[[Mapping[str, torch.Tensor | None]], None] | None,
-        another: OtherSum | None = None,
+        added: Sequence[Addition] = (),  # to the run, see `Addition.sums`
     ) -> None:
         stages = " and ".join(map(str, collective.stages))
         self._what = f"summing shared gradients (replicas, tied weights) of stage {stages}"
@@ -69,7 +52,7 @@ class SharedSum:
         self._names = tuple(name for name, _ in parameters)
         self._parameters = tuple(parameter for _, parameter in parameters)
         self._parts = parts
-        self._another = another if len(collective.stages) == 1 else None  # not of tied weights, between stages
+        self._added = added if len(collective.stages) == 1 else ()  # not for tied weights, between stages
         self._collectives = collectives
         self._compare = compare
         self._device = collectives.device
@@ -90,7 +73,7 @@ class SharedSum:
         """Context of the last backward before `begin`, with the same factor: sums begin as gradients are made. Not in
         the first one, which shows whether it adds to a gradient more than once, or a module's hook changes it then; nor
         for parts, packed or compared gradients, and on CUDA: all these begin in `begin`."""
-        together = bool(self._parts) or self._is_other or self._compare is not None or self._device.type != "cpu"
+        together = self._parts or self._other or self._compare or self._device.type != "cpu"
         if together or self._made_once is False:
             yield
             return
@@ -157,7 +140,8 @@ class SharedSum:
         numbers = [float(options.get(id(p), 0)) for p in self._parameters]
         note = [*numbers, *(number**2 for number in numbers)]
         self._flags = flags_of(self._names, gradients, note, device=self._device)
-        together = bool(self._parts) or self._is_other
+        other = self._other
+        together = bool(self._parts) or other is not None
         while not together and (at := self._following()) is not None:
             self._leave(at, factor)
         of_flags = None if together else on_through  # the last of all
@@ -167,13 +151,13 @@ class SharedSum:
             scale_gradients(gradients, factor)
         if self._parts:
             self._waits.append(begin_sum(self._parts, ranks, self._collectives, what=what, on_through=on_through))
-        elif self._is_other and self._another is not None:
+        elif other is not None:
             named = dict(zip(self._names, map(_whole, self._parameters), strict=True))
-            self._waits.append(self._another.begin(named, self._collectives, ranks=ranks, what=what))
+            self._waits.append(other(named, self._collectives, ranks=ranks, what=what))
 
     @property
-    def _is_other(self) -> bool:
-        return self._another is not None and self._another.is_on
+    def _other(self) -> BeginSum | None:
+        return next((begin for each in self._added if (begin := each.sums) is not None), None)
 
     def _following(self) -> int | None:
         """Number of the next bucket to be summed; None after the last."""
