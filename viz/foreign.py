@@ -83,21 +83,15 @@ class TracedAction(NamedTuple):
 
 
 class TracedProcess(NamedTuple):
-    """One process.
-
-    Arguments:
-        rank, world_size: as in its file, or None.
-        host: its name, or empty.
-        ran: actions in the order of their starts.
-        steps: (number, start, end) [ns] of the steps that the profiler marks.
-    """
+    """One process."""
 
     path: Path
+    # rank, world_size: as in its file, or None
     rank: int | None
     world_size: int | None
-    host: str
-    ran: tuple[TracedAction, ...]
-    steps: tuple[tuple[int, int, int], ...]
+    host: str  # its name, or empty
+    ran: tuple[TracedAction, ...]  # actions in the order of their starts
+    steps: tuple[tuple[int, int, int], ...]  # (number, start, end) [ns] of the steps that the profiler marks
 
 
 _Step = dict[int, list[TracedAction]]  # by rank

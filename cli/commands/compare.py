@@ -57,22 +57,15 @@ class CompareOptions(TimelinePictureOptions, CostOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two sides.
-
-    Arguments:
-        name: as shown.
-        caption: of the compared timeline: "simulated", "measured, step 43".
-        peaks: [P] peak bytes of each rank, None if unknown; peaks_are: how they were found.
-        configuration: options and sizes by name.
-    """
+    """One of the two sides."""
 
     name: str
-    caption: str
+    caption: str  # of the compared timeline: "simulated", "measured, step 43"
     timeline: Timeline
     figures: tuple[HeadFigure, ...]
-    peaks: tuple[float, ...] | None
+    peaks: tuple[float, ...] | None  # [P] peak bytes of each rank, None if unknown; peaks_are: how they were found
     peaks_are: str
-    configuration: dict[str, str]
+    configuration: dict[str, str]  # options and sizes by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

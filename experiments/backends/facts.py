@@ -23,23 +23,15 @@ _ROOMS = ("schedules", "partition", "comm", "pipe", "cli", "experiments")  # all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """Facts that a node reports of itself.
+    """Facts that a node reports of itself."""
 
-    Arguments:
-        host: its own host name.
-        python, torch, stagewright: versions.
-        code: digest of stagewright's source files: checkouts of one version may differ.
-        interfaces: addresses by network interface.
-        free_port: a TCP port that was free a moment ago.
-    """
-
-    host: str
+    host: str  # its own host name
     python: str
     torch: str
     stagewright: str
-    code: str
-    interfaces: Mapping[str, tuple[str, ...]]
-    free_port: int
+    code: str  # digest of stagewright's source files: checkouts of one version may differ
+    interfaces: Mapping[str, tuple[str, ...]]  # addresses by network interface
+    free_port: int  # a TCP port that was free a moment ago
 
     @classmethod
     def here(cls) -> NodeFacts:

@@ -41,20 +41,14 @@ _KILLED = 5.0  # [s] for killed processes to end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Task of a node.
-
-    Arguments:
-        folder: working folder.
-        interface: for gloo; empty: the one through which this node reaches node 0.
-        silence: longest time between signs of life [s]; 0: none are expected.
-    """
+    """Task of a node."""
 
     work: Work
     nodes: Nodes
     meeting: Meeting
-    folder: str
-    interface: str = ""
-    silence: float = 0.0
+    folder: str  # working folder
+    interface: str = ""  # for gloo; empty: the one through which this node reaches node 0
+    silence: float = 0.0  # longest time between signs of life [s]; 0: none are expected
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=str)

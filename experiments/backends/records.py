@@ -16,23 +16,14 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Shape of the links between nodes, for back ends that make them.
+    """Shape of the links between nodes, for back ends that make them."""
 
-    Arguments:
-        bandwidth: of each node's network card, in each direction [bytes/s]; None: no limit.
-        latency: of a packet from node to node, one way [s].
-        sites: the site of each node; empty: all at one site.
-        site_latency: of a packet from site to site, instead of `latency` [s].
-        site_bandwidth: of a node's card to other sites [bytes/s]; None: as `bandwidth`.
-        cpu_share: share of the host's cores per node; None: no limit.
-    """
-
-    bandwidth: float | None = None
-    latency: float = 0.0
-    sites: tuple[int, ...] = ()
-    site_latency: float = 0.0
-    site_bandwidth: float | None = None
-    cpu_share: float | None = None
+    bandwidth: float | None = None  # of each node's network card, in each direction [bytes/s]; None: no limit
+    latency: float = 0.0  # of a packet from node to node, one way [s]
+    sites: tuple[int, ...] = ()  # the site of each node; empty: all at one site
+    site_latency: float = 0.0  # of a packet from site to site, instead of `latency` [s]
+    site_bandwidth: float | None = None  # of a node's card to other sites [bytes/s]; None: as `bandwidth`
+    cpu_share: float | None = None  # share of the host's cores per node; None: no limit
 
     @property
     def is_plain(self) -> bool:
@@ -82,19 +73,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Outcome of a run.
+    """Outcome of a run."""
 
-    Arguments:
-        status: exit status of the run, 0 for success.
-        timed_out: whether the time limit ended it.
-        report: for the user: why it failed, or how it differs from the request; else empty.
-        commands: the torchrun line of each node, as it could be typed there.
-    """
-
-    status: int
-    timed_out: bool = False
-    report: str = ""
-    commands: tuple[str, ...] = ()
+    status: int  # exit status of the run, 0 for success
+    timed_out: bool = False  # whether the time limit ended it
+    report: str = ""  # for the user: why it failed, or how it differs from the request; else empty
+    commands: tuple[str, ...] = ()  # the torchrun line of each node, as it could be typed there
 
 
 class Backend(Protocol):

@@ -80,28 +80,19 @@ class Target:
 class Figure:
     """One number.
 
-    Arguments:
-        case: the job's case, or `case.also(...)`.
-        name: such as "bubble"; the same for each origin, so that a table shows them together.
-        value: finite. On a machine with other work, a ratio of sides that ran in turn within one repetition.
-        unit: such as "s", "ratio", "fraction", "bytes", "error" (of a prediction, as a share of the measured value);
-            determines its format.
-        how: its origin.
-        repetition: 0, 1, ...; 0 for deterministic figures.
-        note: such as the chosen plan.
-        target: None for a figure that is only reported.
-
     Raises ValueError for a value that is not a finite number.
     """
 
-    case: Case
-    name: str
-    value: float
+    case: Case  # the job's case, or `case.also(...)`
+    name: str  # such as "bubble"; the same for each origin, so that a table shows them together
+    value: float  # finite. On a machine with other work, a ratio of sides that ran in turn within one repetition.
+    # such as "s", "ratio", "fraction", "bytes", "error" (of a prediction, as a share of the measured value); determines
+    # its format
     unit: str
     how: How
-    repetition: int = 0
-    note: str = ""
-    target: Target | None = None
+    repetition: int = 0  # 0, 1, ...; 0 for deterministic figures
+    note: str = ""  # such as the chosen plan
+    target: Target | None = None  # None for a figure that is only reported
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):

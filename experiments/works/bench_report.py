@@ -46,23 +46,17 @@ MIN_REPETITIONS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A line of the report: the repetitions of one figure.
+    """A line of the report: the repetitions of one figure."""
 
-    Arguments:
-        case, workload: the case, and what it ran.
-        what: name of the value.
-        origin: "simulated / measured" for a prediction.
-        note: the times of a ratio.
-    """
-
+    # case, workload: the case, and what it ran
     case: str
     workload: str
-    what: str
+    what: str  # name of the value
     unit: str
     value: Spread
     target: Target | None
-    origin: str
-    note: str
+    origin: str  # "simulated / measured" for a prediction
+    note: str  # the times of a ratio
 
     @classmethod
     def of(cls, figures: Sequence[Figure], note: str = "") -> Line:

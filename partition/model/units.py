@@ -69,15 +69,11 @@ class Unit:
     """A piece of a model that is not cut further.
 
     Children of an nn.Sequential; calls of modules with the recorded code around them.
-
-    Arguments:
-        name: unique in the model; "#2" where a module runs again.
-        description: for people.
-        first, last: its place in the model's order (children or calls), both included.
     """
 
-    name: str
-    description: str
+    name: str  # unique in the model; "#2" where a module runs again
+    description: str  # for people
+    # first, last: its place in the model's order (children or calls), both included
     first: int
     last: int
 
@@ -90,29 +86,20 @@ class Unit:
 class StageModule:
     """One stage in one mode (training or evaluation), complete.
 
-    Arguments:
-        name: the units in it, for people.
-        end: what makes its outputs, for errors.
-        module: called with flat tensors.
-        inputs: where each comes from.
-        num_outputs: tensors that it returns.
-        form: of what it returns; None: a tuple of tensors, as recorded code does.
-        clone_inputs: whether it changes an input in place: it then gets copies, since the input belongs to the stage
-            before, or to the user.
-        clone_outputs: which of its flat outputs are memory of its buffers, which the next forward may change: copies
-            of them travel.
-
     Attributes:
         model_slots: the model's inputs among `inputs`.
     """
 
-    name: str
-    end: str
-    module: nn.Module
-    inputs: tuple[ValueRef, ...]
-    num_outputs: int
-    form: Form | None
+    name: str  # the units in it, for people
+    end: str  # what makes its outputs, for errors
+    module: nn.Module  # called with flat tensors
+    inputs: tuple[ValueRef, ...]  # where each comes from
+    num_outputs: int  # tensors that it returns
+    form: Form | None  # of what it returns; None: a tuple of tensors, as recorded code does
+    # whether it changes an input in place: it then gets copies, since the input belongs to the stage before, or to the
+    # user
     clone_inputs: bool
+    # which of its flat outputs are memory of its buffers, which the next forward may change: copies of them travel
     clone_outputs: frozenset[int]
     model_slots: tuple[int, ...] = field(init=False)
 

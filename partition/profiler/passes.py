@@ -38,25 +38,16 @@ NOT_BY_SAMPLES = (nn.modules.batchnorm._NormBase, nn.RNNBase)  # cannot run on a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A unit as one walk through the model showed it.
-
-    Arguments:
-        stage: runs the unit alone.
-        like: the number of the first unit that is equal; its own where it is the first.
-        output_bytes, stash_bytes: [bytes].
-        inputs: detached, with the flags of whether they want a gradient; kept of the first of equal units only.
-        gradients: of those outputs that have one.
-        finish: the loss, on the last unit.
-    """
+    """A unit as one walk through the model showed it."""
 
     unit: Unit
-    stage: StageModule
-    like: int
+    stage: StageModule  # runs the unit alone
+    like: int  # the number of the first unit that is equal; its own where it is the first
     output_bytes: int
     stash_bytes: int
-    inputs: Tensors
-    gradients: Tensors
-    finish: Callable[[Tensors], Tensors] | None
+    inputs: Tensors  # detached, with the flags of whether they want a gradient; kept of the first of equal units only
+    gradients: Tensors  # of those outputs that have one
+    finish: Callable[[Tensors], Tensors] | None  # the loss, on the last unit
 
     def forward(self, autocast: AbstractContextManager[Any]) -> tuple[Tensors, Tensors]:
         """Runs F; returns (leaves, outputs that want a gradient)."""

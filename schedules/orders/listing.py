@@ -29,27 +29,18 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Numbers that steer the building of an order.
+    """Numbers that steer the building of an order."""
 
-    Arguments:
-        ahead: [S] forwards of a stage that may be without their I at once, at least 1.
-        backlog: [P] W that a rank may delay.
-        fill: by rank, a W fills a gap of at least this part of its seconds.
-        patience: a rank leaves an F for an I, or an F of a later stage, that arrives within this part of the F's
-            seconds.
-        forward_first: whether an F that may run precedes an I that may.
-        due: if given, the F or I that is due first runs first, instead of the two rules above: a microbatch is due each
-            round of the busiest rank's work, counted from this part of its path's seconds.
-        sequence: the order in which microbatches enter.
-    """
-
-    ahead: tuple[int, ...]
-    backlog: tuple[int, ...]
-    fill: tuple[float, ...]
+    ahead: tuple[int, ...]  # [S] forwards of a stage that may be without their I at once, at least 1
+    backlog: tuple[int, ...]  # [P] W that a rank may delay
+    fill: tuple[float, ...]  # by rank, a W fills a gap of at least this part of its seconds
+    # a rank leaves an F for an I, or an F of a later stage, that arrives within this part of the F's seconds
     patience: float = 0.0
-    forward_first: bool = False
+    forward_first: bool = False  # whether an F that may run precedes an I that may
+    # if given, the F or I that is due first runs first, instead of the two rules above: a microbatch is due each round
+    # of the busiest rank's work, counted from this part of its path's seconds
     due: float | None = None
-    sequence: tuple[int, ...] | None = None
+    sequence: tuple[int, ...] | None = None  # the order in which microbatches enter
 
 
 class Lister:

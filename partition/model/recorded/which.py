@@ -20,17 +20,11 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """The modules of a model by what happens when they are called.
+    """The modules of a model by what happens when they are called."""
 
-    Arguments:
-        opened: recorded, by path ("" is the model).
-        units: run whole, by path.
-        opened_units: paths of the opened ones that would be units.
-    """
-
-    opened: dict[str, nn.Module]
-    units: dict[str, nn.Module]
-    opened_units: frozenset[str]
+    opened: dict[str, nn.Module]  # recorded, by path ("" is the model)
+    units: dict[str, nn.Module]  # run whole, by path
+    opened_units: frozenset[str]  # paths of the opened ones that would be units
 
 
 def roles_of(model: nn.Module, *, also_open: Collection[str] = (), keep_whole: Collection[str] = ()) -> Roles:
