@@ -36,36 +36,32 @@ class ClashError(Exception):
 class Order:
     """The graph of all actions as numbers; those of a rank are consecutive.
 
-    Attributes:
-        actions, rank: by number.
-        before: by number, its direct predecessors, with the reasons.
-        successors: by number.
-        limits: by rank, the stage activations at once, with the name of the rule.
-        rise, net: by number, stage activations that it adds while it runs, and those that remain when it ends.
-        filters: by name.
-
     Raises ClashError where the rules exclude each other.
     """
 
     def __init__(self, ground: Ground, rules: Sequence[GroundRule]) -> None:
         self.ground = ground
+        # actions, rank: by number
         self.actions = [action for program in ground.schedule.programs for action in program]
         self.number = {action: n for n, action in enumerate(self.actions)}
         self.rank = [ground.rank[action] for action in self.actions]
+        # by number, its direct predecessors, with the reasons
         self.before: list[dict[int, Fact]] = [{} for _ in self.actions]
-        self.successors: list[list[int]] = [[] for _ in self.actions]
+        self.successors: list[list[int]] = [[] for _ in self.actions]  # by number
         for action, needs in ground.needs.items():
             for need in needs:
                 self._add(Fact(need.before(action), None))
         for rule in rules:
             for relation in rule.relations:
                 self._add(Fact(relation, rule.name))
+        # by rank, the stage activations at once, with the name of the rule
         self.limits: dict[int, tuple[int, str]] = {}
         for rule in rules:
             for rank, limit in rule.limits.items():
                 if rank not in self.limits or limit < self.limits[rank][0]:
                     self.limits[rank] = limit, rule.name
-        self.filters = {rule.name: rule.allows for rule in rules if rule.allows is not None}
+        self.filters = {rule.name: rule.allows for rule in rules if rule.allows is not None}  # by name
+        # rise, net: by number, stage activations that it adds while it runs, and those that remain when it ends
         self.rise = [int(a.op is Op.F) for a in self.actions]
         trains = ground.schedule.trains
         self.net = [int(a.op is Op.F and trains(a.stage)) - int(a.op in LAST_USES) for a in self.actions]

@@ -25,21 +25,14 @@ MOST_STATES = 20_000
 
 
 class ScheduleState:
-    """Actions that have run so far, and those that may begin.
-
-    Attributes:
-        waiting: by number, predecessors that have not ended.
-        held: by rank, stage activations.
-        programs: by rank, numbers in order.
-        done: all of them, as bits.
-    """
+    """Actions that have run so far, and those that may begin."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
-        self.waiting = [len(before) for before in order.before]
-        self.held = [0] * order.ground.schedule.num_ranks
-        self.programs: list[list[int]] = [[] for _ in self.held]
-        self.done = 0
+        self.waiting = [len(before) for before in order.before]  # by number, predecessors that have not ended
+        self.held = [0] * order.ground.schedule.num_ranks  # by rank, stage activations
+        self.programs: list[list[int]] = [[] for _ in self.held]  # by rank, numbers in order
+        self.done = 0  # all of them, as bits
         self._begun: set[Action] = set()
         self._own: list[list[Action]] = [[] for _ in self.held]
 

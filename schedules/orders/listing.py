@@ -99,15 +99,7 @@ class Lister:
 
 
 class _List:
-    """One order as it grows; `_choose` and `_take` are single functions, since calls take time.
-
-    Attributes:
-        there: by code, when the input of a forward, and then of an input gradient, arrives.
-        done: by stage, forwards that have run, then input gradients.
-        waiting, begun: by rank, codes of W that may run, and how many of them have run.
-        memory, left: by rank, what it holds, and how many of its actions have not run.
-        free, wake: by rank, when its last action ends, and when it decides next: then, or when an input arrives.
-    """
+    """One order as it grows; `_choose` and `_take` are single functions, since calls take time."""
 
     def __init__(self, lister: Lister, policy: Policy) -> None:
         problem, ev = lister.problem, lister.evaluator
@@ -117,14 +109,18 @@ class _List:
         self.sequence = policy.sequence or tuple(range(M))
         self.period = max(problem.work) / M
         self.due = None if policy.due is None else [seconds * policy.due for seconds in lister.path_seconds]
+        # by code, when the input of a forward, and then of an input gradient, arrives
         self.there = [0.0] * M + [_NOT_YET] * (2 * S * M - M)
-        self.done = [0] * (2 * S)
+        self.done = [0] * (2 * S)  # by stage, forwards that have run, then input gradients
         self.deepest_first = [tuple(sorted(own, reverse=True)) for own in problem.placement]
         self.orders: Orders = [[] for _ in range(P)]
+        # waiting, begun: by rank, codes of W that may run, and how many of them have run
         self.waiting: list[list[int]] = [[] for _ in range(P)]
         self.begun = [0] * P
+        # memory, left: by rank, what it holds, and how many of its actions have not run
         self.memory = [0.0] * P
         self.left = [3 * M * len(own) for own in problem.placement]
+        # free, wake: by rank, when its last action ends, and when it decides next: then, or when an input arrives
         self.free, self.wake = [0.0] * P, [0.0] * P
         self.events = [(0.0, rank) for rank in range(P)]
 
