@@ -1,7 +1,7 @@
 """The process that carries packets between nodes if the kernel cannot delay them.
 
 Each node's eth0 is a TUN device whose other end is here: this process reads a packet of the node, holds it for its
-travel time (`crossing.py`), and writes it to the addressed node. Packets are as large as TCP passes them to a card with
+travel time (`links.py`), and writes it to the addressed node. Packets are as large as TCP passes them to a card with
 segmentation offload: up to 64 KiB, with a header for the segmentation, and without checksums. This is some ten times
 cheaper than frames of the usual size.
 
@@ -23,8 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from ....schedules.wording import duration, size
-from .crossing import Crossing, Link
-from .links import INTERFACE
+from .links import INTERFACE, Crossing, Link
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
