@@ -305,10 +305,8 @@ def runtime_seconds(action: Figures, messages: Figures = 0.0) -> Figures:
 
 
 def message_seconds(overheads: Sequence[float]) -> tuple[float, ...]:
-    """[S - 1] seconds for which either end is busy with a message between neighbouring stages; 0 for a single stage.
-
-    Arguments:
-        overheads: [S] of a stage's messages to both neighbours.
+    """[S - 1] seconds for which either end is busy with a message between neighbouring stages, from the [S] of a
+    stage's messages to both neighbours; 0 for a single stage.
 
     >>> message_seconds([10.0, 15.0, 5.0])
     (10.0, 5.0)

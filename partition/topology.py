@@ -247,11 +247,7 @@ class Topology:
         return found
 
     def ring(self, ranks: Sequence[int], *, tensor: int = 1) -> TransferTime:
-        """A sum over these ranks, by the bytes that each of them holds.
-
-        Arguments:
-            tensor: sums of so many tensor ranks that go on at the same time.
-        """
+        """A sum over these ranks, by the bytes that each of them holds; as many as `tensor` go on at the same time."""
         return self._once(self._ring, ranks, tensor=tensor)
 
     def _ring_in_turn(self, ranks: Sequence[int], *, tensor: int) -> TransferTime:

@@ -223,11 +223,7 @@ Panel = TimelinePanel | MemoryPanel
 
 def panels_of(exhibits: Sequence[Exhibit], *, memory: bool = False) -> list[Panel]:
     """Panels of all exhibits, from the top. A measured one is compared with its own prediction or simulation, others
-    with the first of all.
-
-    Arguments:
-        memory: whether each timeline's memory is below it, if its stages' bytes are known.
-    """
+    with the first of all. `memory`: whether each timeline's memory is below it, if its stages' bytes are known."""
     panels: list[Panel] = []
     first: TimelinePanel | None = None
     for exhibit in exhibits:

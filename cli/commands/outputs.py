@@ -39,13 +39,8 @@ class PictureOptions:
     """Leave the title to a paper's caption."""
 
     def check_output(self, out: Sequence[Path], *, sources: Sequence[str], suffixes: Sequence[str] = _SUFFIXES) -> None:
-        """Raise ValueError, before any work, for files that cannot be written, and for a look that no file takes.
-
-        Arguments:
-            out: files to write.
-            sources: files and folders that are read, as typed.
-            suffixes: of files that can be written.
-        """
+        """Raise ValueError, before any work, for files that cannot be written, or are read as `sources`, and for a look
+        that no file takes."""
         for path in out:
             if not path.name.lower().endswith(tuple(suffixes)):
                 raise ValueError(f"-o {path}: expected a name that ends in {', '.join(suffixes)}")

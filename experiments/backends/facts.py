@@ -9,7 +9,7 @@ import socket
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,9 @@ class NodeFacts:
             free_port=free_ports(1)[0],
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> NodeFacts:
-        """Reads `to_json`; ignores unknown fields of other versions, and takes "unknown" for missing ones."""
+        """Reads `asdict`; ignores unknown fields of other versions, and takes "unknown" for missing ones."""
         read = {field.name: values.get(field.name, "unknown") for field in fields(cls)}
         named = values.get("interfaces", {})
         return cls(**{**read, "interfaces": {name: tuple(addresses) for name, addresses in named.items()}})

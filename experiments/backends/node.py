@@ -82,7 +82,7 @@ class Order:
 
 def main() -> int:
     facts = NodeFacts.here()
-    _say("up", facts=facts.to_json())
+    _say("up", facts=asdict(facts))
     line = sys.stdin.buffer.readline()
     if not line:
         return 128 + signal.SIGHUP
@@ -208,14 +208,7 @@ def torchrun_words(
     """Words of the command that runs a node's ranks; `shlex.join` makes a line of them.
 
     It sets only variables for the agents and gloo; the caller passes the others of `work.environment`, which may hold
-    secrets.
-
-    Arguments:
-        node_rank: of this node; 0 is the node at `master_address`.
-        master_address: a name or address of node 0 that all nodes reach.
-        master_port: a port that is free there.
-        interface: the network interface that gloo takes on this node; empty: the one of the host's own name.
-        python: of this node.
+    secrets. `interface`: the network interface that gloo takes on this node; empty: the one of the host's own name.
 
     Raises ValueError for an invalid node rank, port or number of restarts.
     """

@@ -20,7 +20,7 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .facts import NodeFacts, differences
@@ -214,7 +214,7 @@ def _come(meeting: Meeting, myself: Present) -> Met:
             asked = time.time()
             clock = time.monotonic()
             line.send(
-                token=meeting.token, node_rank=meeting.node_rank, facts=myself.facts.to_json(), problem=myself.problem
+                token=meeting.token, node_rank=meeting.node_rank, facts=asdict(myself.facts), problem=myself.problem
             )
             theirs = float(line.receive(_TURN)["time"])
             took = time.monotonic() - clock

@@ -97,14 +97,8 @@ class RunOptions:
             quantities.bandwidth("--bandwidth", self.bandwidth)
         if self.latency is not None:
             quantities.latency("--latency", self.latency)
-        return Changes(
-            backend=self.backend,
-            nodes=self.nodes,
-            bandwidth=self.bandwidth,
-            latency=self.latency,
-            repetitions=self.repetitions,
-            values=tuple(_read_value(word) for word in self.set),
-        )
+        named = {name: getattr(self, name) for name in ("backend", "nodes", "bandwidth", "latency", "repetitions")}
+        return Changes(**named, values=tuple(map(_read_value, self.set)))
 
 
 def _read_value(word: str) -> tuple[str, Value]:

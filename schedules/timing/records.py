@@ -175,12 +175,8 @@ def launches(
 ) -> set[int]:
     """Numbers of the actions after which sums or gathers were begun; -1: before the first.
 
-    The time between such an action and the next is no overhead: gradients are packed and sent.
-
-    Arguments:
-        ends: of a rank's actions in order.
-        begun: when each of its sums and gathers began.
-        between: seconds from one moment to another.
+    The time between such an action and the next is no overhead: gradients are packed and sent. `ends`: of a rank's
+    actions in order; `begun`: when each of its sums and gathers began; `between`: seconds from one moment to another.
 
     >>> launches([1.0, 3.0, 5.0], [3.0, 4.5], between=lambda begin, end: end - begin)
     {1}
