@@ -47,12 +47,11 @@ class CompareOptions(TimelinePictureOptions, CostOptions):
     more stages than others cut the same model: equal work.
     """
 
+    # Runs (folder or name), plans, schedules (file or name) and timelines (JSON): the one before, the one after.
     inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="A [B]")]
-    """Runs (folder or name), plans, schedules (file or name) and timelines (JSON): the one before, the one after."""
+    # File to draw both in, by its suffix, as with `stagewright timeline`; may be given several times.
     out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """File to draw both in, by its suffix, as with `stagewright timeline`; may be given several times."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print one JSON object."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False  # Print one JSON object.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
