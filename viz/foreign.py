@@ -69,17 +69,13 @@ class _Event(NamedTuple):
 
 
 class TracedAction(NamedTuple):
-    """An action that ran.
-
-    begun: of its slice; computed: when it began to compute; end: likewise [ns].
-    arrived: when its input arrived [ns]; None if that is not seen.
-    """
+    """An action that ran."""
 
     what: Action
-    begun: int
-    computed: int
-    end: int
-    arrived: int | None = None
+    begun: int  # of its slice [ns]
+    computed: int  # when it began to compute [ns]
+    end: int  # likewise [ns]
+    arrived: int | None = None  # when its input arrived [ns]; None if that is not seen
 
 
 class TracedProcess(NamedTuple):

@@ -23,18 +23,14 @@ if TYPE_CHECKING:
 
 
 class ActionBox(NamedTuple):
-    """One action on its rank, from `start` to `end` [s] relative to the timeline's own start.
-
-    width: end less start as stamped [s].
-    number: of its microbatch or update; empty for the only update.
-    """
+    """One action on its rank, from `start` to `end` [s] relative to the timeline's own start."""
 
     rank: int
     action: Action
     start: float
     end: float
-    width: float
-    number: str
+    width: float  # end less start as stamped [s]
+    number: str  # of its microbatch or update; empty for the only update
     colour: RGB
 
     @property

@@ -45,25 +45,15 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Program of each rank: a module as a script, under torchrun.
+    """Program of each rank: a module as a script, under torchrun."""
 
-    Arguments:
-        module: dotted name, such as "stagewright.experiments.jobs.worker".
-        arguments: of the script, without a shell.
-        folder: for logs of the nodes and files of the ranks.
-        environment: variables in addition to each node's own.
-        restarts: most restarts of the ranks by torchrun after a failure.
-        timeout: for the run [s].
-        join_timeout: for a node to connect [s].
-    """
-
-    module: str
-    arguments: tuple[str, ...] = ()
-    folder: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
-    restarts: int = 0
-    timeout: float = 600.0
-    join_timeout: float = 60.0
+    module: str  # dotted name, such as "stagewright.experiments.jobs.worker"
+    arguments: tuple[str, ...] = ()  # of the script, without a shell
+    folder: Path  # for logs of the nodes and files of the ranks
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables in addition to each node's own
+    restarts: int = 0  # most restarts of the ranks by torchrun after a failure
+    timeout: float = 600.0  # for the run [s]
+    join_timeout: float = 60.0  # for a node to connect [s]
 
     def begun(self) -> Work:
         """The work with an absolute folder, and a secret for its ranks (see stagewright.comm.sealed)."""

@@ -122,17 +122,11 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Arguments of a call: `call(f)` is f(*args, **kwargs).
+    """Arguments of a call: `call(f)` is f(*args, **kwargs)."""
 
-    Arguments:
-        form: of (args, kwargs), the keywords in alphabetical order.
-        tensors: flat.
-        dims: dimension of each that is the batch; None: all microbatches share the tensor.
-    """
-
-    form: Form
-    tensors: Tensors
-    dims: tuple[int | None, ...]
+    form: Form  # of (args, kwargs), the keywords in alphabetical order
+    tensors: Tensors  # flat
+    dims: tuple[int | None, ...]  # dimension of each that is the batch; None: all microbatches share the tensor
 
     @classmethod
     def of(cls, args: Sequence[object], kwargs: Mapping[str, object] = _NOTHING) -> Arguments:

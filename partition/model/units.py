@@ -171,30 +171,23 @@ class ModelGuards(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A model cut into stages, in one mode.
+    """A model cut into stages, in one mode."""
 
-    Arguments:
-        pieces: one per stage.
-        output_form: how the flat outputs of the last stage make the model's output; None: as it returned them.
-        evaluation: makes the same cut of the model in evaluation mode, for arguments like these.
-        entering: within, a copy of the whole model, called once, reports its units as the stages do.
-        again: makes the same cut for arguments of other shapes.
-        together: units of which the second takes what the first passes outside its arguments.
-        written_inputs: numbers of those that its code changes in place, as far as the record shows.
-        left: where the model has left tensors besides its output, which stages may not do.
-        guards: of what the pieces have taken from the model: where it is another, they are made again.
-        digest: of the calls that the pieces make: equal in processes whose pieces fit together.
-    """
-
-    pieces: tuple[StageUnits, ...]
+    pieces: tuple[StageUnits, ...]  # one per stage
+    # how the flat outputs of the last stage make the model's output; None: as it returned them
     output_form: Form | None
+    # makes the same cut of the model in evaluation mode, for arguments like these
     evaluation: Callable[[Arguments], Cut]
-    entering: Entering
-    again: Callable[[Arguments], Cut]
-    together: Together = ()
+    entering: Entering  # within, a copy of the whole model, called once, reports its units as the stages do
+    again: Callable[[Arguments], Cut]  # makes the same cut for arguments of other shapes
+    together: Together = ()  # units of which the second takes what the first passes outside its arguments
+    # numbers of those that its code changes in place, as far as the record shows
     written_inputs: frozenset[int] = frozenset()
+    # where the model has left tensors besides its output, which stages may not do
     left: Places = field(default_factory=list)
+    # of what the pieces have taken from the model: where it is another, they are made again
     guards: ModelGuards | None = None
+    # of the calls that the pieces make: equal in processes whose pieces fit together
     digest: Callable[[], str] = lambda: ""
 
     def form_of_output(self, last: StageModule) -> Form:

@@ -145,24 +145,18 @@ class Searched:
 
     Each is cut in a few ways (the dynamic program's, equal numbers of nodes, the same with level ranks), unless bounds
     show that it can't win. Recomputation and sharding are chosen for each way.
-
-    Arguments:
-        considered: configurations at all.
-        cut, simulated: of these.
-        unfit: that were cut, and take more memory than there is or are refused by their schedule.
-        too_long: to be simulated.
-        least_left: no configuration that was not simulated takes less with the cuts that are tried [s a batch]; None
-            where none was left out.
-        least: no configuration takes less, with any cuts and any recomputation [s a batch].
     """
 
-    considered: int
+    considered: int  # configurations at all
+    # cut, simulated: of these
     cut: int
     simulated: int
-    unfit: int
-    too_long: int
+    unfit: int  # that were cut, and take more memory than there is or are refused by their schedule
+    too_long: int  # to be simulated
+    # no configuration that was not simulated takes less with the cuts that are tried [s a batch]; None where none was
+    # left out
     least_left: float | None
-    least: float
+    least: float  # no configuration takes less, with any cuts and any recomputation [s a batch]
 
     @classmethod
     def of_all(cls, every: Sequence[Searched]) -> Searched:

@@ -23,16 +23,11 @@ _KINDS = ("cpu", "cuda")
 
 
 class Context(NamedTuple):
-    """Modes of a moment, or those in which a call was made where they differ from those around the model.
+    """Modes of a moment, or those in which a call was made where they differ from those around the model."""
 
-    grad: whether a graph is built; None: as around the model.
-    autocast: (kind of device, type or None for no autocast).
-    settings: what else the code between the units has changed around it.
-    """
-
-    grad: bool | None = None
-    autocast: tuple[tuple[str, torch.dtype | None], ...] = ()
-    settings: tuple[Setting, ...] = ()
+    grad: bool | None = None  # whether a graph is built; None: as around the model
+    autocast: tuple[tuple[str, torch.dtype | None], ...] = ()  # (kind of device, type or None for no autocast)
+    settings: tuple[Setting, ...] = ()  # what else the code between the units has changed around it
 
     @classmethod
     def now(cls) -> Context:
