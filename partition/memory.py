@@ -276,9 +276,8 @@ def _without_smaller(moments: Indices) -> Indices:
 class RankMemory:
     """One rank at its peak."""
 
-    # recompute, shards: [V] what is recomputed of each stage, and ranks that share its optimizer's state
-    recompute: tuple[str, ...]
-    shards: tuple[int, ...]
+    recompute: tuple[str, ...]  # [V] what is recomputed of each stage
+    shards: tuple[int, ...]  # [V] ranks that share its optimizer's state
     bytes_held: Floats  # [6, V] bytes of its stages, in the order of `MemoryUse`, messages apart
     messages: float  # bytes of messages, of all stages together
     in_flight: tuple[int, ...]  # [V] the most microbatches of each stage that are there at once

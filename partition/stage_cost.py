@@ -109,28 +109,23 @@ class Recomputed(NamedTuple):
 class StageSums:
     """Sums over the nodes of stages, arrays of one shape."""
 
-    # forward, backward, update: F, B, optimizer's step [s]
-    forward: Floats
-    backward: Floats
-    update: Floats
-    # weights, buffers, stash: held, and kept from F to B [bytes]
-    weights: Floats
-    buffers: Floats
-    stash: Floats
-    # before, after: of tensors that cross the cuts before and after the stage [bytes]
-    before: Floats
-    after: Floats
+    forward: Floats  # F [s]
+    backward: Floats  # B [s]
+    update: Floats  # optimizer's step [s]
+    weights: Floats  # [bytes]
+    buffers: Floats  # [bytes]
+    stash: Floats  # kept from F to B [bytes]
+    before: Floats  # of tensors that cross the cut before the stage [bytes]
+    after: Floats  # the same after it
     workspace: Floats  # of the node that needs most while it runs [bytes]
-    # largest, small: of the largest parameter, and of all whose gradients travel in common buckets [bytes]
-    largest: Floats
-    small: Floats
+    largest: Floats  # of the largest parameter [bytes]
+    small: Floats  # of all whose gradients travel in common buckets [bytes]
     # finds the rows of COUNTED in the table of recomputation; called where memory is short
     by_node: Callable[[str], Recomputed]
     # of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n"; or those of others.
     by_count: Callable[[int, str], Recomputed] | None = None
-    # input_grad, weight_grad: I and W, where these run apart [s]
-    input_grad: Floats = field(default_factory=lambda: np.zeros(1))
-    weight_grad: Floats = field(default_factory=lambda: np.zeros(1))
+    input_grad: Floats = field(default_factory=lambda: np.zeros(1))  # I, where it runs apart [s]
+    weight_grad: Floats = field(default_factory=lambda: np.zeros(1))  # W
     # parameters whose gradients travel alone, those aside that stages on other ranks hold, too
     alone: Floats = field(default_factory=lambda: np.zeros(1))
     # tied, small_tied: of the weights, and of the small ones among them, those that stages on other ranks hold, too:
@@ -139,9 +134,8 @@ class StageSums:
     small_tied: Floats = field(default_factory=lambda: np.zeros(1))
     # of the weights, those that fewer replicas sum [bytes]
     experts: Floats = field(default_factory=lambda: np.zeros(1))
-    # forward_exchange, backward_exchange: of F and B, those of collectives within the stage [s]
-    forward_exchange: Floats = field(default_factory=lambda: np.zeros(1))
-    backward_exchange: Floats = field(default_factory=lambda: np.zeros(1))
+    forward_exchange: Floats = field(default_factory=lambda: np.zeros(1))  # of F, collectives within the stage [s]
+    backward_exchange: Floats = field(default_factory=lambda: np.zeros(1))  # of B
     # of the host for each replica of which updated weights are gathered [s]
     parts: Floats = field(default_factory=lambda: np.zeros(1))
     rounds: Rounds = field(default_factory=Rounds)  # of the profile, of all stages
@@ -212,16 +206,14 @@ class StageDevices:
     cost of many stages, numbers or arrays that broadcast with those of `StageSums`. What is left out takes no time."""
 
     speed: Figures  # of the slowest device, times that of the profile's
-    # inward, outward: seconds a byte of whole messages to the stage before, and to the one after
-    inward: Figures = 0.0
-    outward: Figures = 0.0
+    inward: Figures = 0.0  # seconds a byte of whole messages to the stage before
+    outward: Figures = 0.0  # the same to the one after
     # 1 where messages inward, outward, and sums take a card that devices share, else 0; none: all are 0
     shared: tuple[Figures, ...] = ()
     message_overhead: Figures = 0.0  # seconds for which a rank is busy with the messages of an F or a B
-    # rings, exchanges, expert_rings: over the replicas, of each stage; the last over those with the same experts
-    rings: Sequence[TransferTime] = ()
-    exchanges: Sequence[TransferTime] = ()
-    expert_rings: Sequence[TransferTime] = ()
+    rings: Sequence[TransferTime] = ()  # over the replicas, of each stage
+    exchanges: Sequence[TransferTime] = ()  # likewise
+    expert_rings: Sequence[TransferTime] = ()  # over those with the same experts
     # where rings and exchanges are not known, a lower bound of theirs: both results of `least_rounds`, in seconds a
     # byte of weights
     rounds: tuple[Figures, Figures] = (0.0, 0.0)

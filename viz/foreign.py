@@ -82,9 +82,8 @@ class TracedProcess(NamedTuple):
     """One process."""
 
     path: Path
-    # rank, world_size: as in its file, or None
-    rank: int | None
-    world_size: int | None
+    rank: int | None  # as in its file, or None
+    world_size: int | None  # likewise
     host: str  # its name, or empty
     ran: tuple[TracedAction, ...]  # actions in the order of their starts
     steps: tuple[tuple[int, int, int], ...]  # (number, start, end) [ns] of the steps that the profiler marks

@@ -62,8 +62,8 @@ class Side:
     caption: str  # of the compared timeline: "simulated", "measured, step 43"
     timeline: Timeline
     figures: tuple[HeadFigure, ...]
-    peaks: tuple[float, ...] | None  # [P] peak bytes of each rank, None if unknown; peaks_are: how they were found
-    peaks_are: str
+    peaks: tuple[float, ...] | None  # [P] peak bytes of each rank, None if unknown
+    peaks_are: str  # how they were found
     configuration: dict[str, str]  # options and sizes by name
 
 

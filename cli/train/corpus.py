@@ -40,9 +40,8 @@ class TokenBatch(NamedTuple):
 class Corpus:
     """Training and validation bytes."""
 
-    # train, validation: one-dimensional uint8 arrays
-    train: np.ndarray
-    validation: np.ndarray
+    train: np.ndarray  # one-dimensional uint8
+    validation: np.ndarray  # likewise
     sha256: str  # of both, in hex: equal for equal text and equal split
     source: str  # origin of the text, as shown
 

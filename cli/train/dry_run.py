@@ -47,10 +47,9 @@ class DryRun:
     num_microbatches: int
     parameters: int
     stages: tuple[StagePlan, ...]
-    # bubble, lower_bound_ratio: simulated with costs proportional to parameters; makespan / lower bound
-    bubble: float
+    bubble: float  # simulated with costs proportional to parameters
     span_bubble: float
-    lower_bound_ratio: float
+    lower_bound_ratio: float  # makespan / lower bound
     peak_activations: tuple[int, ...]  # per rank, in stage activations
     state_bytes: tuple[int, ...]  # per rank; upper bound of parameters (all versions), gradients and optimizer state
     activation_bytes: tuple[int, ...] | None  # per rank, of the microbatches in flight; None if not counted

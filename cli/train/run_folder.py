@@ -35,9 +35,8 @@ class Manifest:
 
     name: str
     config: Mapping[str, object]  # every option of the command, defaults included
-    # corpus_source, corpus_sha256: the text or the function that provided the data; no hash if unknown
-    corpus_source: str
-    corpus_sha256: str | None
+    corpus_source: str  # the text or the function that provided the data
+    corpus_sha256: str | None  # None if unknown
     versions: Mapping[str, str]  # of Python and of the relevant packages, by name
     host: Mapping[str, str]  # name, processor, cores and system
     command: tuple[str, ...]
@@ -87,7 +86,6 @@ class Metrics:
 class Summary:
     """Results of a run."""
 
-    # schedule, num_ranks, num_stages, num_microbatches, parameters: of the run
     schedule: str
     num_ranks: int
     num_stages: int
@@ -100,21 +98,17 @@ class Summary:
     flush_first: int = 0
     samples: int
     tokens: int | None
-    # samples_per_s, tokens_per_s, seconds: of the training loop, without set-up and validation
-    seconds: float
-    samples_per_s: float
-    tokens_per_s: float | None
-    # train_loss, train_bits_per_byte: mean over the last steps; val_loss, val_bits_per_byte: on held-out data at the
-    # end, None without any
-    train_loss: float
-    train_bits_per_byte: float | None
-    val_loss: float | None
-    val_bits_per_byte: float | None
+    seconds: float  # of the training loop, without set-up and validation
+    samples_per_s: float  # likewise
+    tokens_per_s: float | None  # likewise
+    train_loss: float  # mean over the last steps
+    train_bits_per_byte: float | None  # likewise
+    val_loss: float | None  # on held-out data at the end; None without any
+    val_bits_per_byte: float | None  # likewise
     step_seconds: float  # median of a whole step
     simulated_step_seconds: float  # of a step simulated with the medians of the measured durations
-    # bubble, simulated_bubble: makespan bubbles: medians over the traced steps, measured and simulated
-    bubble: float
-    simulated_bubble: float
+    bubble: float  # measured makespan bubble: median over the traced steps
+    simulated_bubble: float  # simulated, of the same steps
     peak_memory_bytes: tuple[int, ...]  # per rank; on the CPU the largest resident memory above that at the start
     # per process, bytes of tensors at the peak of one measured step; None without one, as of a stream without a plan
     peak_tensor_bytes: tuple[int, ...] | None = None
@@ -127,12 +121,10 @@ class Summary:
     planned_step_seconds: float | None = None
     planned_memory_bytes: tuple[float, ...] | None = None  # peak_tensor_bytes as planned; None without a plan
     resumed_at: tuple[int, ...] = ()  # first step after each resume
-    # checkpoints, failed_checkpoints: number of those before the end, since the last resume; checkpoint_every: steps
-    # between two at the end; checkpoint_overhead: their share of the training time, on rank 0
-    checkpoints: int = 0
-    failed_checkpoints: int = 0
-    checkpoint_every: int | None = None
-    checkpoint_overhead: float | None = None
+    checkpoints: int = 0  # number of those before the end, since the last resume
+    failed_checkpoints: int = 0  # likewise
+    checkpoint_every: int | None = None  # steps between two at the end
+    checkpoint_overhead: float | None = None  # their share of the training time, on rank 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,17 +339,15 @@ MAY_DIFFER = frozenset(
 class Resume:
     """One resume of a run."""
 
-    step: int  # number of the first step after it; lost_steps: number of steps that run again
-    lost_steps: int
-    started: str  # local time, ISO 8601; command and host: as in the manifest
-    command: tuple[str, ...]
-    host: str
-    # num_ranks, schedule: of the run from here on
-    num_ranks: int
-    schedule: str
-    # planned_step_seconds, planned_before: by the plans of now and before, if there are plans
-    planned_step_seconds: float | None = None
-    planned_before: float | None = None
+    step: int  # number of the first step after it
+    lost_steps: int  # number of steps that run again
+    started: str  # local time, ISO 8601
+    command: tuple[str, ...]  # as in the manifest
+    host: str  # likewise
+    num_ranks: int  # of the run from here on
+    schedule: str  # likewise
+    planned_step_seconds: float | None = None  # by its plan of now, if there is one
+    planned_before: float | None = None  # by that of before
     changes: tuple[str, ...] = ()  # sentences on differences from before
 
 

@@ -38,12 +38,11 @@ class Batches(HasState, Iterator[own.Batch], Protocol):
 class Task:
     """A model to train, and everything needed to train it."""
 
-    # source, sha256: of the batches; sha256 None if unknown
-    source: str
-    sha256: str | None
+    source: str  # of the batches
+    sha256: str | None  # of the batches; None if unknown
     make_model: Callable[[], nn.Module]  # makes the model with the same weights in each process
-    loss_for: Callable[[own.Batch], own.Loss]  # the loss for batches like one; loss_name: as shown
-    loss_name: Callable[[own.Batch], str]
+    loss_for: Callable[[own.Batch], own.Loss]  # the loss for batches like one
+    loss_name: Callable[[own.Batch], str]  # as shown
     optimizer: OptimizerFactory
     batches: Callable[[], Batches]  # (inputs..., target) each, without an end, the same in each process
     validation: Callable[[], Iterable[own.Batch]]  # held-out batches; may be empty

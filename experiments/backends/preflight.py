@@ -40,9 +40,8 @@ class Meeting:
 
     node_rank: int  # of this node
     names: tuple[str, ...]  # of all nodes, by rank: "node 1 (host b)"
-    # address, port: of node 0
-    address: str
-    port: int
+    address: str  # of node 0
+    port: int  # of node 0
     limit: float  # for all nodes to connect [s]
     token: str  # known only to nodes of this run
 

@@ -132,9 +132,8 @@ class RemoteHost:
     """One host that ssh reaches."""
 
     host: str  # a name, an alias of the user's ssh configuration, or an address
-    # user, port: empty and None: as ssh is configured
-    user: str = ""
-    port: int | None = None
+    user: str = ""  # empty: as ssh is configured
+    port: int | None = None  # None: likewise
     slots: int | None = None  # most ranks on it; None: no limit
     python: str = sys.executable  # a Python with stagewright installed
     address: str = ""  # by which the other hosts reach it; empty: the host's name as ssh resolves it

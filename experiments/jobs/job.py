@@ -62,10 +62,9 @@ class Changes:
     """Values of the command line that replace declared ones; None: as declared."""
 
     backend: str | None = None  # of all parts on ranks
-    # nodes, bandwidth, latency: of all their cases
-    nodes: int | None = None
-    bandwidth: str | None = None
-    latency: str | None = None
+    nodes: int | None = None  # of all their cases
+    bandwidth: str | None = None  # likewise
+    latency: str | None = None  # likewise
     repetitions: int | None = None  # of all parts
     values: tuple[tuple[str, Value], ...] = ()  # of keys of all cases, declared or additional
 

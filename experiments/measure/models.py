@@ -39,9 +39,8 @@ class Workload:
     num_ranks: int  # P; every rank is a process with one thread
     num_microbatches: int  # M
     num_chunks: int = 1  # V
-    # forward, backward: of one stage action, if the stages sleep [s]
-    forward: float = 0.0
-    backward: float = 0.0
+    forward: float = 0.0  # of one stage action, if the stages sleep [s]
+    backward: float = 0.0  # likewise
     warmup: str = "plain"  # of 2bw
 
     @classmethod
@@ -78,9 +77,8 @@ class Workload:
 class Problem:
     """A batch with its loss and optimizer."""
 
-    # inputs, target: one whole batch
-    inputs: Tensor
-    target: Tensor
+    inputs: Tensor  # one whole batch
+    target: Tensor  # likewise
     loss_fn: Callable[[Any, Any], Tensor]  # (output, target) -> mean
     # parameters -> optimizer; None: a step ends with the last backward
     optimizer: Callable[[Any], torch.optim.Optimizer] | None

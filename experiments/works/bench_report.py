@@ -48,9 +48,8 @@ MIN_REPETITIONS = 5
 class Line:
     """A line of the report: the repetitions of one figure."""
 
-    # case, workload: the case, and what it ran
     case: str
-    workload: str
+    workload: str  # what the case ran
     what: str  # name of the value
     unit: str
     value: Spread

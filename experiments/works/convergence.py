@@ -49,8 +49,8 @@ class Setting:
     # delay were one.
     correction: str = NONE
     factor: float = 1.0
-    rate: float = 2e-3  # peak rate; momentum: of Muon, or AdamW's first one (0: the optimizer's usual)
-    momentum: float = 0.0
+    rate: float = 2e-3  # peak rate
+    momentum: float = 0.0  # of Muon, or AdamW's first one (0: the optimizer's usual)
     ends: float = 1.0  # AdamW's rate over Muon's
     warmup: float = 0.1  # share of the steps in which the rate rises
     seed: int = 0

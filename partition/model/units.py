@@ -73,9 +73,8 @@ class Unit:
 
     name: str  # unique in the model; "#2" where a module runs again
     description: str  # for people
-    # first, last: its place in the model's order (children or calls), both included
-    first: int
-    last: int
+    first: int  # its place in the model's order (children or calls)
+    last: int  # included
 
     @property
     def size(self) -> int:

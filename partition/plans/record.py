@@ -148,9 +148,8 @@ class Searched:
     """
 
     considered: int  # configurations at all
-    # cut, simulated: of these
-    cut: int
-    simulated: int
+    cut: int  # of these
+    simulated: int  # of these
     unfit: int  # that were cut, and take more memory than there is or are refused by their schedule
     too_long: int  # to be simulated
     # no configuration that was not simulated takes less with the cuts that are tried [s a batch]; None where none was

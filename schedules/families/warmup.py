@@ -14,9 +14,8 @@ from ..placement import StagePlacement
 class ChunkOrder(NamedTuple):
     """An order of chunks that is the same on all ranks, from which `pair_up` makes the programs."""
 
-    # forwards, backwards: chunk and microbatch of each in order
-    forwards: Sequence[tuple[int, int]]
-    backwards: Sequence[tuple[int, int]]
+    forwards: Sequence[tuple[int, int]]  # chunk and microbatch of each, in order
+    backwards: Sequence[tuple[int, int]]  # likewise
     warmups: Sequence[int]  # [P] forwards of a rank ahead of its backwards
 
     def program(self, rank: int) -> tuple[Action, ...]:

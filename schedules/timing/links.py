@@ -71,9 +71,8 @@ class LinkLevel:
     """The links inside a group of ranks that no smaller group joins."""
 
     num_ranks: int  # consecutive ranks of a group
-    # latency, seconds_per_byte: see `Link`
-    latency: float = 0.0
-    seconds_per_byte: float = 0.0
+    latency: float = 0.0  # see `Link`
+    seconds_per_byte: float = 0.0  # likewise
     # consecutive ranks that share one network card on these links; None: each pair has its own link
     ranks_per_card: int | None = None
 

@@ -29,9 +29,8 @@ class RunFile:
     simulated: Timeline  # under the measured `costs`
     costs: Costs | None = None
     memory: tuple[StageBytes, ...] = ()  # [S] bytes of each stage; empty if not known
-    # memory_limit, predicted_peak: [P] bytes; None if not known
-    memory_limit: tuple[float, ...] | None = None
-    predicted_peak: tuple[float, ...] | None = None
+    memory_limit: tuple[float, ...] | None = None  # [P] bytes; None if not known
+    predicted_peak: tuple[float, ...] | None = None  # likewise
     spread: Spread | None = None  # of its durations around `costs`; None if too few steps were measured
     sampled: StepSamples | None = None  # steps simulated under both, whose median is predicted; None without a spread
 

@@ -41,13 +41,11 @@ class TraceHeader:
 
     run: str  # name of this start, the same in all processes
     started: str  # when, by the wall clock of process 0, ISO 8601 in UTC
-    # process, num_processes: number of this one, and of all
-    process: int
-    num_processes: int
+    process: int  # number of this one
+    num_processes: int  # of all
     ranks: tuple[int, ...]  # of the schedule that it runs
-    # machine, origin: whose monotonic clock it has, and process 0 has; equal ones are one clock
-    machine: str
-    origin: str
+    machine: str  # whose monotonic clock it has
+    origin: str  # and process 0 has; equal ones are one clock
     host: str  # name, for people
     first_step: int  # number of the first step after this start; steps from here on of earlier starts do not count
     digest: str  # of the schedule that runs

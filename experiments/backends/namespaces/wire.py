@@ -63,9 +63,8 @@ class WireSpec:
 class WireRecord:
     """Counts of packets that a wire has carried."""
 
-    # packets, nbytes: delivered
-    packets: int = 0
-    nbytes: int = 0
+    packets: int = 0  # delivered
+    nbytes: int = 0  # delivered
     dropped: int = 0  # without room
     late: int = 0  # delivered more than a millisecond late, on a busy machine
     worst: float = 0.0  # the longest delay [s]
