@@ -191,10 +191,6 @@ def _say(event: str, **values: Any) -> None:
         print(json.dumps({"event": event, **values}), flush=True)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 def torchrun_words(
     work: Work,
     nodes: Nodes,
@@ -257,3 +253,7 @@ def _rendezvous(work: Work, node_rank: int, address: str, port: int) -> tuple[st
         *("--rdzv-conf", f"is_host={is_host},join_timeout={limit},read_timeout={limit}"),
         *("--local-addr", address if is_host else f"~node{node_rank:05d}"),
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
