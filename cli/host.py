@@ -17,13 +17,8 @@ _TRIES = 20  # draws per port of the range
 
 
 def free_ports(count: int, *, host: str = "", among: range = PORTS) -> list[int]:
-    """Free TCP ports of this host, from a range that the system never assigns on its own.
-
-    A port that the system chooses could be given to another connection before it is used.
-
-    Arguments:
-        host: the address; empty: all addresses.
-        among: the range, distinct for processes that ask at the same moment.
+    """Free TCP ports of this host, from a range that the system never assigns on its own, since it could give one of
+    its choice to another connection before it is used; `among`: distinct for processes that ask at the same moment.
 
     Raises OSError for fewer free ports.
     """

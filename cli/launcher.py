@@ -46,17 +46,11 @@ _STILL = 0.02  # share of a core, of any rank: less is a stall; gloo's threads t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchResult:
-    """Outcome of a launch.
+    """Outcome of a launch."""
 
-    Arguments:
-        status: exit status of the launch: 0, or that of the first failed rank (128 + its signal if killed).
-        first_failed: the rank that failed first, or None.
-        report: for the user; empty after success.
-    """
-
-    status: int
-    first_failed: int | None = None
-    report: str = ""
+    status: int  # exit status of the launch: 0, or that of the first failed rank (128 + its signal if killed)
+    first_failed: int | None = None  # the rank that failed first, or None
+    report: str = ""  # for the user; empty after success
 
 
 def launch(

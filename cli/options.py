@@ -98,17 +98,16 @@ def check_known(what: str, name: str, known: Collection[str], *, listed: str) ->
 class OwnOptions:
     """The user's functions, each as package.module:function or file.py:function."""
 
+    # Your own model, package.module:function or file.py:function: called without arguments, returns the nn.Module
+    # (default: the example GPT).
     model: str | None = None
-    """Your own model, package.module:function or file.py:function: called without arguments, returns the nn.Module
-    (default: the example GPT)."""
+    # Its data, a function that returns a Dataset, or an iterable of batches: (inputs..., target), or a dict of
+    # keywords.
     data: str | None = None
-    """Its data, a function that returns a Dataset, or an iterable of batches: (inputs..., target), or a dict of
-    keywords."""
+    # Its loss(output, target), or an nn.Module class; model: the model returns it (default: cross-entropy of
+    # whole-number targets, mean squared error of others, the model's own for keywords without a target).
     loss: str | None = None
-    """Its loss(output, target), or an nn.Module class; model: the model returns it (default: cross-entropy of
-    whole-number targets, mean squared error of others, the model's own for keywords without a target)."""
-    optimizer: str | None = None
-    """Its optimizer(parameters) (default: AdamW)."""
+    optimizer: str | None = None  # Its optimizer(parameters) (default: AdamW).
 
     def check_own(self, others: Mapping[str, object], *, optimizers: Sequence[str] = ()) -> None:
         """Raise ValueError for missing functions and for options that exclude each other.
@@ -154,14 +153,10 @@ def given(options: object, names: tuple[str, ...]) -> dict[str, object]:
 class GptOptions(OwnOptions):
     """A model of the user's, or the sizes of the example GPT."""
 
-    layers: int = 4
-    """Transformer blocks of the GPT."""
-    width: int = 320
-    """Size of the hidden vectors."""
-    heads: int | None = None
-    """Attention heads per block (default: one for each 64 of the width)."""
-    length: int = 128
-    """Bytes of one sequence."""
+    layers: int = 4  # Transformer blocks of the GPT.
+    width: int = 320  # Size of the hidden vectors.
+    heads: int | None = None  # Attention heads per block (default: one for each 64 of the width).
+    length: int = 128  # Bytes of one sequence.
 
 
 def read_tensor_parallel(given: str) -> str | dict[str, str]:

@@ -93,30 +93,19 @@ def _logs_by_rank(step: Mapping[Op, Sequence[Sequence[float]]], schedule: Schedu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """One drive and tau with the posterior given the measured steps. Variances are multiples of s.
+    """One drive and tau with the posterior given the measured steps. Variances are multiples of s."""
 
-    Arguments:
-        likelihood: logarithm, up to a constant shared by all paces of these steps.
-        drive: variance of pushes.
-        kept: share of the pace that remains one step later, exp(-1 / tau).
-        level: [P] logarithms of ratios to which the pace returns.
-        last: [P] difference of the last step's pace from the level.
-        answer: decrease of `last` if the level is higher by 1, since the same steps determine both.
-        level_variance, last_variance: posterior variances, of `last` given the level.
-        own_variance: of a step's own part, without the noise of single actions.
-        surprises: [N][P] difference of each step from its prediction by the earlier steps, of variance s each.
-    """
-
-    likelihood: float
-    drive: float
-    kept: float
-    level: Numbers
-    last: Numbers
-    answer: float
+    likelihood: float  # logarithm, up to a constant shared by all paces of these steps
+    drive: float  # variance of pushes
+    kept: float  # share of the pace that remains one step later, exp(-1 / tau)
+    level: Numbers  # [P] logarithms of ratios to which the pace returns
+    last: Numbers  # [P] difference of the last step's pace from the level
+    answer: float  # decrease of `last` if the level is higher by 1, since the same steps determine both
+    # level_variance, last_variance: posterior variances, of `last` given the level
     level_variance: float
     last_variance: float
-    own_variance: float
-    surprises: Numbers
+    own_variance: float  # of a step's own part, without the noise of single actions
+    surprises: Numbers  # [N][P] difference of each step from its prediction by the earlier steps, of variance s each
 
     def middle(self, ahead: int) -> Numbers:
         """[P] expected logarithms of ratios `ahead` steps after the last."""

@@ -30,12 +30,8 @@ def with_host_speeds(
     Speeds (`host_speeds`) are relative to the first, whose profile a plan is then made of. Where the nodes of the
     cluster are not the hosts (one rank on each, or hosts of unequal size), each rank becomes a node of its own.
 
-    Arguments:
-        hosts: ranks of each.
-        profiles: one a host, in this order.
-        names: of the profiles' files, for messages.
-
-    Raises ValueError for another number of profiles, and for profiles of models or microbatches that differ.
+    `hosts`: ranks of each; `profiles`: one a host, in this order; `names`: of their files, for messages. Raises
+    ValueError for another number of profiles, and for profiles of models or microbatches that differ.
     """
     if len(profiles) != len(hosts):
         shown = "; ".join(", ".join(map(str, ranks)) for ranks in hosts)

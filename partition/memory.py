@@ -100,19 +100,14 @@ def context_bytes(device: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InFlightCounts:
-    """Counts of all that one rank with V stages holds at every moment at which it may hold most.
+    """Counts of all that one rank with V stages holds at every moment at which it may hold most."""
 
-    Arguments:
-        counts: [moments, 4 V], of each stage: microbatches between F and the end of B (or W); 1 where a backward has
-            left gradients by then; 1 where these may be on their way to other replicas, after its last backward; 1
-            while its own backward runs, which makes anew what is recomputed. Those without a backward come first.
-        num_forwards: how many these are.
-        versions: of the weights.
-    """
-
+    # [moments, 4 V], of each stage: microbatches between F and the end of B (or W); 1 where a backward has left
+    # gradients by then; 1 where these may be on their way to other replicas, after its last backward; 1 while its own
+    # backward runs, which makes anew what is recomputed. Those without a backward come first.
     counts: Floats
-    num_forwards: int
-    versions: int
+    num_forwards: int  # how many these are
+    versions: int  # of the weights
 
     @property
     def microbatches(self) -> Floats:
@@ -279,24 +274,15 @@ def _without_smaller(moments: Indices) -> Indices:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankMemory:
-    """One rank at its peak.
+    """One rank at its peak."""
 
-    Arguments:
-        recompute, shards: [V] what is recomputed of each stage, and ranks that share its optimizer's state.
-        bytes_held: [6, V] bytes of its stages, in the order of `MemoryUse`, messages apart.
-        messages: bytes of messages, of all stages together.
-        in_flight: [V] the most microbatches of each stage that are there at once.
-        limit: of its device [bytes].
-        too_many: bytes beyond that; 0 where it fits.
-    """
-
-    recompute: tuple[str, ...]
-    shards: tuple[int, ...]
-    bytes_held: Floats
-    messages: float
-    in_flight: tuple[int, ...]
-    limit: float = math.inf
-    too_many: float = 0.0
+    recompute: tuple[str, ...]  # [V] what is recomputed of each stage
+    shards: tuple[int, ...]  # [V] ranks that share its optimizer's state
+    bytes_held: Floats  # [6, V] bytes of its stages, in the order of `MemoryUse`, messages apart
+    messages: float  # bytes of messages, of all stages together
+    in_flight: tuple[int, ...]  # [V] the most microbatches of each stage that are there at once
+    limit: float = math.inf  # of its device [bytes]
+    too_many: float = 0.0  # bytes beyond that; 0 where it fits
 
     @property
     def total(self) -> float:
@@ -318,20 +304,15 @@ def total_bytes(held: Floats) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """A rank as its memory sees it: its V stages, replicas D, tensor ranks T, memory of its device [bytes].
-
-    Arguments:
-        streams: whether batches follow each other without a flush.
-        context_bytes: of its memory, what others than tensors take at least (`context_bytes`) [bytes].
-        num_messages: that come to it from one side in a batch, at most; where it is unknown, four are posted ahead.
-    """
+    """A rank as its memory sees it: its V stages, replicas D, tensor ranks T, memory of its device [bytes]."""
 
     stages: tuple[int, ...]
     replicas: Figures
     tensor: int
     limit: float
-    streams: bool = False
-    context_bytes: float = 0.0
+    streams: bool = False  # whether batches follow each other without a flush
+    context_bytes: float = 0.0  # of its memory, what others than tensors take at least (`context_bytes`) [bytes]
+    # that come to it from one side in a batch, at most; where it is unknown, four are posted ahead
     num_messages: Figures = math.inf
 
 

@@ -6,7 +6,8 @@ import json
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from heapq import heapify, heappop, heappush
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 
@@ -247,7 +248,7 @@ class Profile:
         object.__setattr__(self, "nodes", nodes)
         object.__setattr__(self, "edges", edges)
         object.__setattr__(self, "tied", tuple(_tied(each, known) for each in self.tied))
-        self._refuse_cycles()
+        self.order()  # refuses cycles
         self._refuse_parts()
 
     @property
@@ -319,35 +320,22 @@ class Profile:
 
     def order(self) -> tuple[int, ...]:
         """Positions in `nodes`, each after what it needs; of several possible ones always the lowest first."""
-        successors: list[list[int]] = [[] for _ in self.nodes]
-        missing = [0] * len(self.nodes)
+        waiting = TopologicalSorter(dict.fromkeys(range(len(self.nodes)), ()))
         for src, dst in self.links:
-            successors[src].append(dst)
-            missing[dst] += 1
-        ready = [i for i, needs in enumerate(missing) if not needs]
-        heapify(ready)
+            waiting.add(dst, src)
+        try:
+            waiting.prepare()
+        except CycleError as error:
+            cycle = " -> ".join(self.nodes[at].name for at in error.args[1])
+            raise ValueError(f"the edges form a cycle: {cycle}: expected a graph without one") from None
+        ready: list[int] = []
         order = []
-        while ready:
-            at = heappop(ready)
-            order.append(at)
-            for other in successors[at]:
-                missing[other] -= 1
-                if not missing[other]:
-                    heappush(ready, other)
+        while waiting.is_active():
+            for at in waiting.get_ready():
+                heappush(ready, at)
+            order.append(heappop(ready))
+            waiting.done(order[-1])
         return tuple(order)
-
-    def _refuse_cycles(self) -> None:
-        left = set(range(len(self.nodes))) - set(self.order())
-        if not left:
-            return
-        before = {dst: src for src, dst in self.links if src in left and dst in left}
-        walk = [min(left & set(before))]
-        while walk[-1] not in walk[:-1]:
-            walk.append(before[walk[-1]])
-        cycle = walk[walk.index(walk[-1]) :][::-1]
-        raise ValueError(
-            f"the edges form a cycle: {' -> '.join(self.nodes[i].name for i in cycle)}: expected a graph without one"
-        )
 
     def _refuse_parts(self) -> None:
         neighbours: list[list[int]] = [[] for _ in self.nodes]

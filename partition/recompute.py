@@ -114,17 +114,13 @@ _Chosen = tuple[float, float, float, tuple[int, ...], tuple[str, ...]]
 
 
 class StateDivision(NamedTuple):
-    """Bytes under one division of the optimizer's state, before it is known what is recomputed.
+    """Bytes under one division of the optimizer's state, before it is known what is recomputed."""
 
-    optimizer, summing: [V] its state; bytes besides the gradients while they are summed. moments: gradients and sums at
-    each moment. fixed: always there, gradients apart. after_batch: gradients and their sums after the batch.
-    """
-
-    optimizer: Floats
-    summing: Floats
-    moments: Floats
-    fixed: float
-    after_batch: float
+    optimizer: Floats  # [V] of its state
+    summing: Floats  # [V] besides the gradients while they are summed
+    moments: Floats  # gradients and sums at each moment
+    fixed: float  # always there, gradients apart
+    after_batch: float  # gradients and their sums after the batch
 
 
 class _TreatedRank:

@@ -107,49 +107,38 @@ class Recomputed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSums:
-    """Sums over the nodes of stages, arrays of one shape.
+    """Sums over the nodes of stages, arrays of one shape."""
 
-    Arguments:
-        forward, backward, update: F, B, optimizer's step [s].
-        input_grad, weight_grad: I and W, where these run apart [s].
-        weights, buffers, stash: held, and kept from F to B [bytes].
-        before, after: of tensors that cross the cuts before and after the stage [bytes].
-        workspace: of the node that needs most while it runs [bytes].
-        largest, small: of the largest parameter, and of all whose gradients travel in common buckets [bytes].
-        alone: parameters whose gradients travel alone, those aside that stages on other ranks hold, too.
-        tied, small_tied: of the weights, and of the small ones among them, those that stages on other ranks hold,
-            too: all holders together sum their gradients, apart from the stage's own sum [bytes].
-        experts: of the weights, those that fewer replicas sum [bytes].
-        forward_exchange, backward_exchange: of F and B, those of collectives within the stage [s].
-        parts: of the host for each replica of which updated weights are gathered [s].
-        rounds: of the profile, of all stages.
-        by_node: finds the rows of COUNTED in the table of recomputation; called where memory is short.
-        by_count: of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n"; or those of others.
-    """
-
-    forward: Floats
-    backward: Floats
-    update: Floats
-    weights: Floats
-    buffers: Floats
-    stash: Floats
-    before: Floats
-    after: Floats
-    workspace: Floats
-    largest: Floats
-    small: Floats
+    forward: Floats  # F [s]
+    backward: Floats  # B [s]
+    update: Floats  # optimizer's step [s]
+    weights: Floats  # [bytes]
+    buffers: Floats  # [bytes]
+    stash: Floats  # kept from F to B [bytes]
+    before: Floats  # of tensors that cross the cut before the stage [bytes]
+    after: Floats  # the same after it
+    workspace: Floats  # of the node that needs most while it runs [bytes]
+    largest: Floats  # of the largest parameter [bytes]
+    small: Floats  # of all whose gradients travel in common buckets [bytes]
+    # finds the rows of COUNTED in the table of recomputation; called where memory is short
     by_node: Callable[[str], Recomputed]
+    # of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n"; or those of others.
     by_count: Callable[[int, str], Recomputed] | None = None
-    input_grad: Floats = field(default_factory=lambda: np.zeros(1))
-    weight_grad: Floats = field(default_factory=lambda: np.zeros(1))
+    input_grad: Floats = field(default_factory=lambda: np.zeros(1))  # I, where it runs apart [s]
+    weight_grad: Floats = field(default_factory=lambda: np.zeros(1))  # W
+    # parameters whose gradients travel alone, those aside that stages on other ranks hold, too
     alone: Floats = field(default_factory=lambda: np.zeros(1))
+    # tied, small_tied: of the weights, and of the small ones among them, those that stages on other ranks hold, too:
+    # all holders together sum their gradients, apart from the stage's own sum [bytes]
     tied: Floats = field(default_factory=lambda: np.zeros(1))
     small_tied: Floats = field(default_factory=lambda: np.zeros(1))
+    # of the weights, those that fewer replicas sum [bytes]
     experts: Floats = field(default_factory=lambda: np.zeros(1))
-    forward_exchange: Floats = field(default_factory=lambda: np.zeros(1))
-    backward_exchange: Floats = field(default_factory=lambda: np.zeros(1))
+    forward_exchange: Floats = field(default_factory=lambda: np.zeros(1))  # of F, collectives within the stage [s]
+    backward_exchange: Floats = field(default_factory=lambda: np.zeros(1))  # of B
+    # of the host for each replica of which updated weights are gathered [s]
     parts: Floats = field(default_factory=lambda: np.zeros(1))
-    rounds: Rounds = field(default_factory=Rounds)
+    rounds: Rounds = field(default_factory=Rounds)  # of the profile, of all stages
     _rows: dict[str, Recomputed] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -214,29 +203,21 @@ def stages_from(parts: Sequence[StageSums]) -> StageSums:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDevices:
     """Speeds of the devices and links that stages run on. Figures are arrays [S], one for each stage, or, to bound the
-    cost of many stages, numbers or arrays that broadcast with those of `StageSums`. What is left out takes no time.
+    cost of many stages, numbers or arrays that broadcast with those of `StageSums`. What is left out takes no time."""
 
-    Arguments:
-        speed: of the slowest device, times that of the profile's.
-        inward, outward: seconds a byte of whole messages to the stage before, and to the one after.
-        shared: 1 where messages inward, outward, and sums take a card that devices share, else 0; none: all are 0.
-        message_overhead: seconds for which a rank is busy with the messages of an F or a B.
-        rings, exchanges, expert_rings: over the replicas, of each stage; the last over those with the same experts.
-        rounds: where rings and exchanges are not known, a lower bound of theirs: both results of `least_rounds`, in
-            seconds a byte of weights.
-        sum_busy: part of the sums' seconds for which their ranks can't compute (0 to 1).
-    """
-
-    speed: Figures
-    inward: Figures = 0.0
-    outward: Figures = 0.0
+    speed: Figures  # of the slowest device, times that of the profile's
+    inward: Figures = 0.0  # seconds a byte of whole messages to the stage before
+    outward: Figures = 0.0  # the same to the one after
+    # 1 where messages inward, outward, and sums take a card that devices share, else 0; none: all are 0
     shared: tuple[Figures, ...] = ()
-    message_overhead: Figures = 0.0
-    rings: Sequence[TransferTime] = ()
-    exchanges: Sequence[TransferTime] = ()
-    expert_rings: Sequence[TransferTime] = ()
+    message_overhead: Figures = 0.0  # seconds for which a rank is busy with the messages of an F or a B
+    rings: Sequence[TransferTime] = ()  # over the replicas, of each stage
+    exchanges: Sequence[TransferTime] = ()  # likewise
+    expert_rings: Sequence[TransferTime] = ()  # over those with the same experts
+    # where rings and exchanges are not known, a lower bound of theirs: both results of `least_rounds`, in seconds a
+    # byte of weights
     rounds: tuple[Figures, Figures] = (0.0, 0.0)
-    sum_busy: Figures = 0.0
+    sum_busy: Figures = 0.0  # part of the sums' seconds for which their ranks can't compute (0 to 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -316,10 +297,8 @@ def runtime_seconds(action: Figures, messages: Figures = 0.0) -> Figures:
 
 
 def message_seconds(overheads: Sequence[float]) -> tuple[float, ...]:
-    """[S - 1] seconds for which either end is busy with a message between neighbouring stages; 0 for a single stage.
-
-    Arguments:
-        overheads: [S] of a stage's messages to both neighbours.
+    """[S - 1] seconds for which either end is busy with a message between neighbouring stages, from the [S] of a
+    stage's messages to both neighbours; 0 for a single stage.
 
     >>> message_seconds([10.0, 15.0, 5.0])
     (10.0, 5.0)

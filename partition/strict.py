@@ -136,9 +136,9 @@ class Fields:
         """A whole number of at least 1."""
         return count(self.at(key), self.take(key, "a whole number of at least 1", **default))
 
-    def whole(self, key: str) -> int:
+    def whole(self, key: str, **default: int) -> int:
         """A whole number of at least 0."""
-        value = self.take(key, "a whole number of at least 0")
+        value = self.take(key, "a whole number of at least 0", **default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_COUNT:
             fail(self.at(key), value, "a whole number of at least 0")
         return value
@@ -187,8 +187,8 @@ class Fields:
                 raise ValueError(f"{self.at(key)}[{i}]: {value!r}: expected a whole number of at least {least}")
         return tuple(int(str(value)) for value in values)
 
-    def objects(self, key: str) -> list[Fields]:
-        return [Fields(value, where=f"{self.at(key)}[{i}]") for i, value in enumerate(self.items(key))]
+    def objects(self, key: str, **default: list[object]) -> list[Fields]:
+        return [Fields(value, where=f"{self.at(key)}[{i}]") for i, value in enumerate(self.items(key, **default))]
 
     def made(
         self,

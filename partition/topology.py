@@ -75,26 +75,19 @@ SUMS_AT_ONCE = 2  # over gloo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferTime:
-    """Time of a transfer: `latency` of an empty one [s], and `seconds_a_byte` of each byte of a large one [s/byte].
-
-    Arguments:
-        busy: of either end with a message [s].
-        busy_share: of a sum's seconds, those that keep its ranks from computing (0 to 1).
-        limits: where several limits apply and the slowest counts, for each (latency [s], seconds a byte, waits a byte
-            that are divided by the number of transfers under way at once); none: latency and seconds_a_byte alone.
-        at_once: how many are carried out at the same time, while others wait; None: as many as there are, as one.
-        on_card: whether a message takes a card that devices share.
-        blocks: whether its sender computes on only when it has left.
-    """
+    """Time of a transfer: `latency` of an empty one [s], and `seconds_a_byte` of each byte of a large one [s/byte]."""
 
     latency: float
     seconds_a_byte: float
-    busy: float = 0.0
-    busy_share: float = 0.0
+    busy: float = 0.0  # of either end with a message [s]
+    busy_share: float = 0.0  # of a sum's seconds, those that keep its ranks from computing (0 to 1)
+    # where several limits apply and the slowest counts, for each (latency [s], seconds a byte, waits a byte that are
+    # divided by the number of transfers under way at once); none: latency and seconds_a_byte alone
     limits: tuple[tuple[float, float, float], ...] = ()
+    # how many are carried out at the same time, while others wait; None: as many as there are, as one
     at_once: int | None = None
-    on_card: bool = False
-    blocks: bool = False
+    on_card: bool = False  # whether a message takes a card that devices share
+    blocks: bool = False  # whether its sender computes on only when it has left
 
     def seconds(self, num_bytes: float, *, number: int = 1) -> float:
         """Seconds of `num_bytes` in all, in `number` transfers (at least 1) that are begun together."""
@@ -254,11 +247,7 @@ class Topology:
         return found
 
     def ring(self, ranks: Sequence[int], *, tensor: int = 1) -> TransferTime:
-        """A sum over these ranks, by the bytes that each of them holds.
-
-        Arguments:
-            tensor: sums of so many tensor ranks that go on at the same time.
-        """
+        """A sum over these ranks, by the bytes that each of them holds; as many as `tensor` go on at the same time."""
         return self._once(self._ring, ranks, tensor=tensor)
 
     def _ring_in_turn(self, ranks: Sequence[int], *, tensor: int) -> TransferTime:

@@ -20,22 +20,17 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Figures that `check` derived, none of them copied from the schedule's own claims.
+    """Figures that `check` derived, none of them copied from the schedule's own claims."""
 
-    Arguments:
-        num_actions: compute actions over all ranks.
-        peak_activations: per rank, the most stage activations alive at once, if moves of activations take no time.
-        peak_versions: per rank, the most weight versions of one stage kept at once.
-        staleness: per rank, the most updates of a stage between the weights of a gradient and those it is applied to; 0
-            for every flush schedule.
-        drift: per rank, the most updates of a stage between the forward and the backward of a microbatch, where the
-            backward uses weights that have changed; 0 where it uses those of the forward.
-    """
-
-    num_actions: int
+    num_actions: int  # compute actions over all ranks
+    # per rank, the most stage activations alive at once, if moves of activations take no time
     peak_activations: tuple[int, ...]
-    peak_versions: tuple[int, ...]
+    peak_versions: tuple[int, ...]  # per rank, the most weight versions of one stage kept at once
+    # per rank, the most updates of a stage between the weights of a gradient and those it is applied to; 0 for every
+    # flush schedule
     staleness: tuple[int, ...]
+    # per rank, the most updates of a stage between the forward and the backward of a microbatch, where the backward
+    # uses weights that have changed; 0 where it uses those of the forward
     drift: tuple[int, ...]
 
 

@@ -29,15 +29,13 @@ class Wire(NamedTuple):
     """Outputs of a stage for those of its consumers that share the same ranks, or the sum of their gradients back.
 
     One message per microbatch, whether it crosses ranks or not.
-
-    src, dst: as in its messages, which are named after the first of the consumers.
-    consumers: ascending.
     """
 
     kind: MessageKind
+    # src, dst: as in its messages, which are named after the first of the consumers
     src: int
     dst: int
-    consumers: tuple[int, ...]
+    consumers: tuple[int, ...]  # ascending
 
     @property
     def producer(self) -> int:

@@ -32,9 +32,6 @@ def option(name: str, value: object, kind: Kind[T]) -> T:
     return kept
 
 
-FLAG = Kind("True or False", lambda value: value if isinstance(value, bool) else None)
-
-
 def at_least(least: int, expected: str = "") -> Kind[int]:
     """Whole numbers from `least`; those of numpy become Python's."""
     return Kind(

@@ -69,10 +69,8 @@ def peak_activations(program: Sequence[Action]) -> int:
 
 
 def peak_held(program: Sequence[Action], held: Sequence[Sequence[float]]) -> float:
-    """The most memory on a rank at once when it runs `program`, in the unit of `held`, if moves take no time.
-
-    Arguments:
-        held: [S][M] memory of the activations of each stage and microbatch.
+    """The most memory on a rank at once when it runs `program`, if moves take no time, from the memory of the
+    activations of each stage and microbatch, `held` [S][M].
 
     >>> peak_held([Action.parse(each) for each in "0F0 0F1 0I0 0F2 0W0 0B1 0B2".split()], [[3.0, 4.0, 5.0]])
     12.0

@@ -83,22 +83,16 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """Communication besides activations and gradients, and how far ahead receives are posted.
+    """Communication besides activations and gradients, and how far ahead receives are posted."""
 
-    Arguments:
-        loss: the losses, from the ranks of the last stage to every rank.
-        norm: the global gradient norm of each update group (only where the program holds updates).
-        sums: groups of ranks that sum gradients before each update (likewise).
-        parts: groups of ranks that each update a shard of their weights and send it to the others (likewise).
-        collectives: those of a program without updates, such as all-reduces of shared gradients.
-        receives_ahead: most receives of a link that are posted and not yet consumed, unless order or sends force more.
-    """
-
-    loss: bool = False
-    norm: bool = False
-    sums: tuple[tuple[int, ...], ...] = ()
+    loss: bool = False  # the losses, from the ranks of the last stage to every rank
+    norm: bool = False  # the global gradient norm of each update group (only where the program holds updates)
+    sums: tuple[tuple[int, ...], ...] = ()  # groups of ranks that sum gradients before each update (likewise)
+    # groups of ranks that each update a shard of their weights and send it to the others (likewise)
     parts: tuple[tuple[int, ...], ...] = ()
+    # those of a program without updates, such as all-reduces of shared gradients
     collectives: tuple[Collective, ...] = ()
+    # most receives of a link that are posted and not yet consumed, unless order or sends force more
     receives_ahead: int = RECEIVES_AHEAD
 
     def partners(self, rank: int) -> list[int]:

@@ -129,12 +129,7 @@ def read_placement(
         raise ValueError(
             f"placement={placement!r:.60}: expected one of {', '.join(PLACEMENTS)}, or the stages of each rank"
         )
-    try:
-        placed = StagePlacement(tuple(map(operator.index, own)) for own in placement)
-    except TypeError:
-        raise ValueError(
-            f"placement={placement!r:.60}: expected the stages of each rank, as [[0, 3], [1, 2]]"
-        ) from None
+    placed = StagePlacement(read_placed(list(placement)))
     if num_ranks not in (None, len(placed)):
         raise ValueError(f"num_ranks={num_ranks!r} for a placement of {len(placed)} ranks: expected {len(placed)}")
     return placed

@@ -43,16 +43,6 @@ class Wait(NamedTuple):
 class RankProgram:
     """Program of one rank, communication included.
 
-    Arguments:
-        rank: its number.
-        steps: actions, collectives, sends and postings in order.
-        inputs: by action (or group step), the messages that must have arrived before it starts.
-        proves: by received message, the sends of this rank that its arrival proves received.
-        shared: by message that several actions of the rank make or use: these, in its order. A sent one is held from
-            the first of them, a received one up to the last.
-        finally_needs: messages consumed at the very end (losses).
-        cuts: index in `steps` at which each call begins, for a program that was lowered call by call.
-
     Attributes:
         waits: what each step, and then the end, waits for, if anything.
         fused: each I directly followed by its W, with nothing in between that another rank waits for; the pair runs as
@@ -60,11 +50,16 @@ class RankProgram:
     """
 
     rank: int
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...]  # actions, collectives, sends and postings in order
+    # by action (or group step), the messages that must have arrived before it starts
     inputs: dict[Work, tuple[Message, ...]]
+    # by received message, the sends of this rank that its arrival proves received
     proves: dict[Message, tuple[Message, ...]]
+    # by message that several actions of the rank make or use: these, in its order. A sent one is held from the first of
+    # them, a received one up to the last.
     shared: dict[Message, tuple[Work, ...]] = field(default_factory=dict)
-    finally_needs: tuple[Message, ...] = ()
+    finally_needs: tuple[Message, ...] = ()  # messages consumed at the very end (losses)
+    # index in `steps` at which each call begins, for a program that was lowered call by call
     cuts: tuple[int, ...] = ()
     waits: tuple[Wait | None, ...] = field(init=False)
     fused: frozenset[Action] = field(init=False)

@@ -245,12 +245,8 @@ def _longest(lives: dict[tuple[int, int], float], share: float) -> set[tuple[int
 def _with_moves(
     program: Sequence[Action], chosen: set[tuple[int, int]], seconds: Sequence[float], reload: Sequence[float]
 ) -> tuple[Action, ...]:
-    """The program with the chosen pairs offloaded if they are far enough from their backward.
-
-    Arguments:
-        seconds: of each action.
-        reload: of each stage [s].
-    """
+    """The program with the chosen pairs offloaded if they are far enough from their backward, by the `seconds` of each
+    action and of the `reload` of each stage."""
     backward = {(a.stage, a.index): at for at, a in enumerate(program) if a.op in BACKWARD_OPS}
     before: dict[int, list[Action]] = {}
     for at, (stage, op, index) in enumerate(program):

@@ -18,23 +18,16 @@ from .liveness import activations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """Weight versions of a schedule, as derived from its updates.
+    """Weight versions of a schedule, as derived from its updates."""
 
-    used: the version of each forward under the rule, by (stage, index).
-    newest: the newest version before each forward in its program.
-    in_backward: the version of each backward that may differ from that of its forward.
-    peak_live: per rank, the most consecutive versions of one stage that must be kept at once.
-    staleness: per rank, the most updates of a stage between the version that a gradient was computed at (in the
-        forward) and the version that it is applied to.
-    drift: per rank, the most updates of a stage between the versions of a forward and its backward.
-    """
-
-    used: dict[tuple[int, int], int]
-    newest: dict[tuple[int, int], int]
-    in_backward: dict[tuple[int, int], int]
-    peak_live: tuple[int, ...]
+    used: dict[tuple[int, int], int]  # the version of each forward under the rule, by (stage, index)
+    newest: dict[tuple[int, int], int]  # the newest version before each forward in its program
+    in_backward: dict[tuple[int, int], int]  # the version of each backward that may differ from that of its forward
+    peak_live: tuple[int, ...]  # per rank, the most consecutive versions of one stage that must be kept at once
+    # per rank, the most updates of a stage between the version that a gradient was computed at (in the forward) and the
+    # version that it is applied to
     staleness: tuple[int, ...]
-    drift: tuple[int, ...]
+    drift: tuple[int, ...]  # per rank, the most updates of a stage between the versions of a forward and its backward
 
     def read_by(self, action: Action) -> int:
         stage, op, index = action

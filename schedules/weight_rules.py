@@ -23,25 +23,19 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRule:
-    """A weight rule.
+    """A weight rule."""
 
-    Arguments:
-        name: in `Schedule.weight_rule`.
-        version: of microbatch `index` (of M per batch), as a function of (index, M, newest, at_input): the newest
-            version of its stage before its forward, and the one that the input stage used (if it has run).
-        is_asynchronous: whether batches overlap.
-        most_versions: of a stage that a rank may have to keep; None: no limit.
-        by_batch: whether the index of a microbatch alone determines its version: all stages update between the same two
-            batches. Else stages update independently.
-        changes_in_flight: whether weights change between the forward and the backward of a microbatch, which then uses
-            the newest; else it uses the version of its forward.
-    """
-
-    name: str
+    name: str  # in `Schedule.weight_rule`
+    # of microbatch `index` (of M per batch), as a function of (index, M, newest, at_input): the newest version of its
+    # stage before its forward, and the one that the input stage used (if it has run)
     version: Callable[[int, int, int, int], int]
-    is_asynchronous: bool = True
-    most_versions: int | None = None
+    is_asynchronous: bool = True  # whether batches overlap
+    most_versions: int | None = None  # of a stage that a rank may have to keep; None: no limit
+    # whether the index of a microbatch alone determines its version: all stages update between the same two batches.
+    # Else stages update independently.
     by_batch: bool = False
+    # whether weights change between the forward and the backward of a microbatch, which then uses the newest; else it
+    # uses the version of its forward
     changes_in_flight: bool = False
 
     @property

@@ -113,16 +113,12 @@ def held_activations(timeline: Timeline) -> float:
 
 
 class HeadFigure(NamedTuple):
-    """Seconds from batch to batch, and the idle fraction of the ranks at that pace.
+    """Seconds from batch to batch, and the idle fraction of the ranks at that pace."""
 
-    label: "simulated", "predicted", "measured" or "lower bound".
-    how: its conditions, for people.
-    """
-
-    label: str
+    label: str  # "simulated", "predicted", "measured" or "lower bound"
     seconds: float
     bubble: float
-    how: str
+    how: str  # its conditions, for people
 
 
 def headline(exhibit: Exhibit) -> tuple[HeadFigure, ...]:

@@ -91,14 +91,11 @@ def write_figure(figure: ShownFigure, path: str | Path) -> None:
 def waterfall_figure(check: PredictionCheck, *, title: str = "", style: FigureStyle = WATERFALL) -> ShownFigure:
     """A simulated step and a measured one as bars, and between them the contribution of each cause.
 
-        simulated |==============================|
-        compute                                  |##|
-        messages                                    |#|
-        update                                     |-|
-        measured  |================================|
-
-    Arguments:
-        title: above it, if the style has titles.
+    simulated |==============================|
+    compute                                  |##|
+    messages                                    |#|
+    update                                     |-|
+    measured  |================================|
     """
     from .shown_figure import ShownFigure
 

@@ -69,35 +69,24 @@ class _Event(NamedTuple):
 
 
 class TracedAction(NamedTuple):
-    """An action that ran.
-
-    begun: of its slice; computed: when it began to compute; end: likewise [ns].
-    arrived: when its input arrived [ns]; None if that is not seen.
-    """
+    """An action that ran."""
 
     what: Action
-    begun: int
-    computed: int
-    end: int
-    arrived: int | None = None
+    begun: int  # of its slice [ns]
+    computed: int  # when it began to compute [ns]
+    end: int  # likewise [ns]
+    arrived: int | None = None  # when its input arrived [ns]; None if that is not seen
 
 
 class TracedProcess(NamedTuple):
-    """One process.
-
-    Arguments:
-        rank, world_size: as in its file, or None.
-        host: its name, or empty.
-        ran: actions in the order of their starts.
-        steps: (number, start, end) [ns] of the steps that the profiler marks.
-    """
+    """One process."""
 
     path: Path
-    rank: int | None
-    world_size: int | None
-    host: str
-    ran: tuple[TracedAction, ...]
-    steps: tuple[tuple[int, int, int], ...]
+    rank: int | None  # as in its file, or None
+    world_size: int | None  # likewise
+    host: str  # its name, or empty
+    ran: tuple[TracedAction, ...]  # actions in the order of their starts
+    steps: tuple[tuple[int, int, int], ...]  # (number, start, end) [ns] of the steps that the profiler marks
 
 
 _Step = dict[int, list[TracedAction]]  # by rank

@@ -124,19 +124,13 @@ UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
 @dataclass(frozen=True, kw_only=True)
 class TimelinePanel:
-    """One timeline under its caption.
-
-    Arguments:
-        reference: the panel with which it is compared, if any.
-        is_own: whether the reference is its own simulation, whose end is marked.
-        sampled: of a simulation: steps with varying durations; `timeline` has their medians.
-    """
+    """One timeline under its caption."""
 
     caption: str
     timeline: Timeline
-    reference: TimelinePanel | None = None
-    is_own: bool = False
-    sampled: StepSamples | None = None
+    reference: TimelinePanel | None = None  # the panel with which it is compared, if any
+    is_own: bool = False  # whether the reference is its own simulation, whose end is marked
+    sampled: StepSamples | None = None  # of a simulation: steps with varying durations; `timeline` has their medians
 
     @property
     def length(self) -> float:
@@ -229,11 +223,7 @@ Panel = TimelinePanel | MemoryPanel
 
 def panels_of(exhibits: Sequence[Exhibit], *, memory: bool = False) -> list[Panel]:
     """Panels of all exhibits, from the top. A measured one is compared with its own prediction or simulation, others
-    with the first of all.
-
-    Arguments:
-        memory: whether each timeline's memory is below it, if its stages' bytes are known.
-    """
+    with the first of all. `memory`: whether each timeline's memory is below it, if its stages' bytes are known."""
     panels: list[Panel] = []
     first: TimelinePanel | None = None
     for exhibit in exhibits:

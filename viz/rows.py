@@ -23,18 +23,14 @@ if TYPE_CHECKING:
 
 
 class ActionBox(NamedTuple):
-    """One action on its rank, from `start` to `end` [s] relative to the timeline's own start.
-
-    width: end less start as stamped [s].
-    number: of its microbatch or update; empty for the only update.
-    """
+    """One action on its rank, from `start` to `end` [s] relative to the timeline's own start."""
 
     rank: int
     action: Action
     start: float
     end: float
-    width: float
-    number: str
+    width: float  # end less start as stamped [s]
+    number: str  # of its microbatch or update; empty for the only update
     colour: RGB
 
     @property
@@ -136,23 +132,14 @@ UNITS_AN_INCH = 100  # a page is laid out in hundredths of an inch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Scale from seconds to the page, in hundredths of an inch.
+    """Scale from seconds to the page, in hundredths of an inch."""
 
-    Arguments:
-        unit: seconds of one unit of the x axis.
-        length: of the x axis [s].
-        width: of the axes [inch / 100].
-        row: height of one rank [inch / 100].
-        font: size of the words [points].
-        with_lanes: whether messages and collectives are drawn below the boxes.
-    """
-
-    unit: float
-    length: float
-    width: float
-    row: float
-    font: float
-    with_lanes: bool
+    unit: float  # seconds of one unit of the x axis
+    length: float  # of the x axis [s]
+    width: float  # of the axes [inch / 100]
+    row: float  # height of one rank [inch / 100]
+    font: float  # size of the words [points]
+    with_lanes: bool  # whether messages and collectives are drawn below the boxes
 
     def on_page(self, seconds: float) -> float:
         """Width on the page [inch / 100]."""

@@ -44,14 +44,11 @@ _SHADE, _BLOCK = "\u2592", "\u2588"  # in colours: idle time, and bars of it
 
 
 class _Look(NamedTuple):
-    """The look of a piece of a row; pieces of equal look are merged where columns are narrow.
-
-    fill: of columns without colours, after the letter. style: of `rich`.
-    """
+    """The look of a piece of a row; pieces of equal look are merged where columns are narrow."""
 
     letter: str
-    fill: str
-    style: str
+    fill: str  # of columns without colours, after the letter
+    style: str  # of `rich`
     coloured_fill: str = " "
 
 

@@ -28,26 +28,18 @@ _SAME_STAGE = ("nodes", "ranks", "tensor", "recompute", "optimizer_shards")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun:
-    """A run compared with its plan.
-
-    Arguments:
-        name: of the run.
-        tensor_bytes: by process, (predicted, measured) bytes of tensors at the peak; empty if not measured.
-        sampled: steps drawn from the run's own spread of durations; None with too few measured steps.
-        ranks_by_host: processes on each host of the run, by the trace files; those without files count as one more
-            host.
-        config: options of the run; empty without a manifest.
-        notes: what could not be read or compared.
-    """
+    """A run compared with its plan."""
 
     name: str
     plan: Plan
     check: PredictionCheck
+    # by process, (predicted, measured) bytes of tensors at the peak; empty if not measured
     tensor_bytes: tuple[tuple[float, float], ...]
-    sampled: StepSamples | None
+    sampled: StepSamples | None  # steps drawn from the run's own spread of durations; None with too few measured steps
+    # processes on each host of the run, by the trace files; those without files count as one more host
     ranks_by_host: tuple[int, ...]
-    config: Mapping[str, Any]
-    notes: tuple[str, ...]
+    config: Mapping[str, Any]  # options of the run; empty without a manifest
+    notes: tuple[str, ...]  # what could not be read or compared
 
 
 def check_run(sources: Sequence[str]) -> CheckedRun:

@@ -47,32 +47,24 @@ class CompareOptions(TimelinePictureOptions, CostOptions):
     more stages than others cut the same model: equal work.
     """
 
+    # Runs (folder or name), plans, schedules (file or name) and timelines (JSON): the one before, the one after.
     inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="A [B]")]
-    """Runs (folder or name), plans, schedules (file or name) and timelines (JSON): the one before, the one after."""
+    # File to draw both in, by its suffix, as with `stagewright timeline`; may be given several times.
     out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """File to draw both in, by its suffix, as with `stagewright timeline`; may be given several times."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print one JSON object."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False  # Print one JSON object.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two sides.
-
-    Arguments:
-        name: as shown.
-        caption: of the compared timeline: "simulated", "measured, step 43".
-        peaks: [P] peak bytes of each rank, None if unknown; peaks_are: how they were found.
-        configuration: options and sizes by name.
-    """
+    """One of the two sides."""
 
     name: str
-    caption: str
+    caption: str  # of the compared timeline: "simulated", "measured, step 43"
     timeline: Timeline
     figures: tuple[HeadFigure, ...]
-    peaks: tuple[float, ...] | None
-    peaks_are: str
-    configuration: dict[str, str]
+    peaks: tuple[float, ...] | None  # [P] peak bytes of each rank, None if unknown
+    peaks_are: str  # how they were found
+    configuration: dict[str, str]  # options and sizes by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

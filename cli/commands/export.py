@@ -24,20 +24,17 @@ class ExportOptions:
     torch.distributed.checkpoint.
     """
 
+    # Folder of checkpoints, one of them, or a run (runs/<name>, its name); with --to-checkpoint a file of weights or a
+    # folder of torch.distributed.checkpoint.
     source: tyro.conf.Positional[Path]
-    """Folder of checkpoints, one of them, or a run (runs/<name>, its name); with --to-checkpoint a file of weights or
-    a folder of torch.distributed.checkpoint."""
+    # File to write: .safetensors, or .pt for torch.load; with --dcp a folder.
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH", help_behavior_hint="")] = None
-    """File to write: .safetensors, or .pt for torch.load; with --dcp a folder."""
-    dcp: bool = False
-    """Write a folder that torch.distributed.checkpoint.load reads, on any number of ranks."""
+    dcp: bool = False  # Write a folder that torch.distributed.checkpoint.load reads, on any number of ranks.
+    # Also write optimizers, schedules and step (a .pt file, with the weights under "model"; --dcp without schedules).
+    # With --to-checkpoint, take the optimizer and step from a folder of torch.distributed.checkpoint.
     optimizer: bool = False
-    """Also write optimizers, schedules and step (a .pt file, with the weights under "model"; --dcp without schedules).
-    With --to-checkpoint, take the optimizer and step from a folder of torch.distributed.checkpoint."""
-    to_checkpoint: Path | None = None
-    """Folder for the new checkpoint."""
-    json: bool = False
-    """Print one JSON object."""
+    to_checkpoint: Path | None = None  # Folder for the new checkpoint.
+    json: bool = False  # Print one JSON object.
 
 
 def run(argv: Sequence[str]) -> int:

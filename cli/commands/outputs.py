@@ -27,25 +27,16 @@ _COLUMNS = {"one": (3.5, 6.0), "two": (7.16, 7.0)}  # inch, points
 class PictureOptions:
     """How pictures are drawn."""
 
+    # Width of a picture for a paper with two columns a page: over one of them, or over both.
     column: Literal["one", "two"] | None = None
-    """Width of a picture for a paper with two columns a page: over one of them, or over both."""
-    width: float | None = None
-    """Width of a picture [inch] (default: 16, of plan --check 9, or as --column says)."""
-    dpi: float | None = None
-    """Pixels an inch of a PNG (default: 100)."""
-    font: float | None = None
-    """Size of a picture's words [points] (default: 9.5, or as --column says)."""
-    no_title: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Leave the title to a paper's caption."""
+    width: float | None = None  # Width of a picture [inch] (default: 16, of plan --check 9, or as --column says).
+    dpi: float | None = None  # Pixels an inch of a PNG (default: 100).
+    font: float | None = None  # Size of a picture's words [points] (default: 9.5, or as --column says).
+    no_title: tyro.conf.FlagCreatePairsOff[bool] = False  # Leave the title to a paper's caption.
 
     def check_output(self, out: Sequence[Path], *, sources: Sequence[str], suffixes: Sequence[str] = _SUFFIXES) -> None:
-        """Raise ValueError, before any work, for files that cannot be written, and for a look that no file takes.
-
-        Arguments:
-            out: files to write.
-            sources: files and folders that are read, as typed.
-            suffixes: of files that can be written.
-        """
+        """Raise ValueError, before any work, for files that cannot be written, or are read as `sources`, and for a look
+        that no file takes."""
         for path in out:
             if not path.name.lower().endswith(tuple(suffixes)):
                 raise ValueError(f"-o {path}: expected a name that ends in {', '.join(suffixes)}")
@@ -75,8 +66,7 @@ class PictureOptions:
 class TimelinePictureOptions(PictureOptions):
     """How pictures of timelines are drawn."""
 
-    no_captions: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Leave out the line above each timeline."""
+    no_captions: tyro.conf.FlagCreatePairsOff[bool] = False  # Leave out the line above each timeline.
 
     def style(self, **usual: Any) -> FigureStyle:
         return super().style(**usual, captions=not self.no_captions)

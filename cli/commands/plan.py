@@ -64,54 +64,46 @@ _OPTIONS = {  # as `plan` calls them
 class PlanOptions(SourceOptions):
     """Plan the training of a profiled model, of your own (profiled here), of PipeDream's profile or a transformer."""
 
-    batch: int
-    """Samples of a batch."""
+    batch: int  # Samples of a batch.
+    # Memory of a device, such as 80GB (default: the cluster's, or with --transformer the device's).
     memory: str | None = None
-    """Memory of a device, such as 80GB (default: the cluster's, or with --transformer the device's)."""
-    schedules: tuple[str, ...] = SCHEDULES
-    """Schedules to choose from."""
+    schedules: tuple[str, ...] = SCHEDULES  # Schedules to choose from.
+    # Microbatch sizes to choose from (default: all known ones that divide the batch).
     microbatches: tuple[int, ...] | None = None
-    """Microbatch sizes to choose from (default: all known ones that divide the batch)."""
-    pipeline: tuple[int, ...] | None = None
-    """Pipeline sizes to choose from."""
-    replicas: tuple[int, ...] | None = None
-    """Numbers of replicas to choose from."""
+    pipeline: tuple[int, ...] | None = None  # Pipeline sizes to choose from.
+    replicas: tuple[int, ...] | None = None  # Numbers of replicas to choose from.
+    # Tensor-parallel sizes to choose from (default: those of the profiles; with --model 1).
     tensor: tuple[int, ...] | None = None
-    """Tensor-parallel sizes to choose from (default: those of the profiles; with --model 1)."""
+    # With --transformer: numbers of parts of each sequence to choose from; each part has tensor ranks of its own.
     context: tuple[int, ...] = (1,)
-    """With --transformer: numbers of parts of each sequence to choose from; each part has tensor ranks of its own."""
+    # With --transformer: numbers of ranks that divide the experts of a layer, to choose from.
     expert: tuple[int, ...] = (1,)
-    """With --transformer: numbers of ranks that divide the experts of a layer, to choose from."""
+    # With --model: how modules are cut: auto, or a JSON file of {pattern: column, row or sequence}.
     tensor_parallel: str = "auto"
-    """With --model: how modules are cut: auto, or a JSON file of {pattern: column, row or sequence}."""
-    chunks: tuple[int, ...] = CHUNK_SIZES
-    """Stages per rank to choose from, for schedules with several."""
+    chunks: tuple[int, ...] = CHUNK_SIZES  # Stages per rank to choose from, for schedules with several.
+    # Recomputation of a stage to choose from: nothing, the stage as a whole, each of its parts separately, or in each
+    # all but matrix products (default: all that the profiles have figures for).
     recompute: tuple[Literal["none", "full", "layer", "selective", "keep_less", "offload"], ...] | None = None
-    """Recomputation of a stage to choose from: nothing, the stage as a whole, each of its parts separately, or in each
-    all but matrix products (default: all that the profiles have figures for)."""
+    # Sharding of the optimizer's state to choose from.
     optimizer_sharding: tuple[Literal["none", "full"], ...] = ("none", "full")
-    """Sharding of the optimizer's state to choose from."""
+    # Largest norm of all gradients, as the run's --clip: ranks wait for the norm. 0: no clipping (default: that of the
+    # profiles; with --model 1).
     clip: float | None = None
-    """Largest norm of all gradients, as the run's --clip: ranks wait for the norm. 0: no clipping (default: that of the
-    profiles; with --model 1)."""
-    runnable: bool = False
-    """Only plans that `stagewright train --plan` can run."""
+    runnable: bool = False  # Only plans that `stagewright train --plan` can run.
+    # Longest time of the search [s], continued until a plan is found (default: until no other can be faster); of
+    # --joint as many more, of CPU time (default: 20).
     seconds: float | None = None
-    """Longest time of the search [s], continued until a plan is found (default: until no other can be faster); of
-    --joint as many more, of CPU time (default: 20)."""
+    # Also search for cut, placement and order of a chain of layers together, with any number of stages on a rank, and
+    # take the better plan.
     joint: bool = False
-    """Also search for cut, placement and order of a chain of layers together, with any number of stages on a rank, and
-    take the better plan."""
+    # Time to search for a better order of the plan's actions in no more memory [s] (default: keep the schedule's).
     order_seconds: float = 0.0
-    """Time to search for a better order of the plan's actions in no more memory [s] (default: keep the schedule's)."""
-    out: Path | None = None
-    """Write the plan to this file, as JSON."""
-    json: bool = False
-    """Print the plan as JSON and no tables."""
+    out: Path | None = None  # Write the plan to this file, as JSON.
+    json: bool = False  # Print the plan as JSON and no tables.
+    # A run: compare its plan with its measurement, by cause (`stagewright plan --check RUN --help`).
     check: tuple[str, ...] = ()
-    """A run: compare its plan with its measurement, by cause (`stagewright plan --check RUN --help`)."""
+    # Measured steps: fit the device or the cluster to them (`stagewright plan --calibrate RUNS.csv --help`).
     calibrate: Path | None = None
-    """Measured steps: fit the device or the cluster to them (`stagewright plan --calibrate RUNS.csv --help`)."""
 
 
 def run(argv: Sequence[str]) -> int:

@@ -60,13 +60,11 @@ class CalibrateOptions(SourceOptions):
     """Fit the device (of --transformer) or the cluster (of --profile) to steps that you measured, and show how well
     each step is predicted with and without the fit."""
 
+    # CSV file of measured steps, with columns plan,seconds (plan: its file) or
+    # P,D,T,V,microbatch,M,schedule,recompute,seconds (M: microbatches of a step, of all D replicas together).
     calibrate: Path
-    """CSV file of measured steps, with columns plan,seconds (plan: its file) or
-    P,D,T,V,microbatch,M,schedule,recompute,seconds (M: microbatches of a step, of all D replicas together)."""
-    out: Path | None = None
-    """Write the fitted device or cluster to this file, as JSON."""
-    json: bool = False
-    """Print one JSON object."""
+    out: Path | None = None  # Write the fitted device or cluster to this file, as JSON.
+    json: bool = False  # Print one JSON object.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,12 +48,11 @@ class CheckOptions(PictureOptions):
     """Compare a plan with the run that carried it out: the causes of the difference between the steps, and which inputs
     of the plan to measure again."""
 
+    # The run (folder or name, or its folders from several hosts), and the plan's file if it is not the run's own.
     check: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN [PLAN]")]
-    """The run (folder or name, or its folders from several hosts), and the plan's file if it is not the run's own."""
+    # Picture of the causes between the simulated and the measured step: .png, .svg, .pdf; may be repeated.
     out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """Picture of the causes between the simulated and the measured step: .png, .svg, .pdf; may be repeated."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print one JSON object."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False  # Print one JSON object.
 
 
 def run(argv: Sequence[str]) -> int:

@@ -22,19 +22,14 @@ _FORM = "layers=24,hidden=1024,heads=16,vocabulary=51200,length=1024"
 class SourceOptions(OwnOptions):
     """Where seconds and bytes come from, and the devices."""
 
-    profile: tuple[Path, ...] = ()
-    """Files of `stagewright profile`, one per microbatch size and tensor size."""
-    pipedream: Path | None = None
-    """A profile as PipeDream writes it; its minibatch counts as one sample."""
-    transformer: str | None = None
-    """A shape, such as layers=24,hidden=1024,heads=16,vocabulary=51200,length=1024."""
+    profile: tuple[Path, ...] = ()  # Files of `stagewright profile`, one per microbatch size and tensor size.
+    pipedream: Path | None = None  # A profile as PipeDream writes it; its minibatch counts as one sample.
+    transformer: str | None = None  # A shape, such as layers=24,hidden=1024,heads=16,vocabulary=51200,length=1024.
+    # Device of the transformer: a name or its beginning (the match with the most memory), or the JSON file of a
+    # DeviceModel.
     device: str = DEFAULT_DEVICE
-    """Device of the transformer: a name or its beginning (the match with the most memory), or the JSON file of a
-    DeviceModel."""
-    cluster: str | None = None
-    """4x8:nvlink=300GB/s@2us,net=12GB/s@10us:80GB (links innermost first), or a JSON file."""
-    ranks: int | None = None
-    """Without --cluster: the number of devices, on links that cost nothing."""
+    cluster: str | None = None  # 4x8:nvlink=300GB/s@2us,net=12GB/s@10us:80GB (links innermost first), or a JSON file.
+    ranks: int | None = None  # Without --cluster: the number of devices, on links that cost nothing.
 
     @property
     def files(self) -> list[str | Path | None]:

@@ -47,41 +47,28 @@ class ProfileOptions(GptOptions):
     """Measure every part of a model of your own, or of the example GPT: F, B, I, W, update, memory. Or the links
     between processes."""
 
-    microbatch: int = 2
-    """Samples of one microbatch."""
-    dtype: Literal["float32", "bfloat16", "autocast"] = "float32"
-    """autocast: float32 weights, products in bfloat16."""
-    tensor: int = 1
-    """Ranks over which matrices are cut; measures one of them."""
-    tensor_parallel: str = "auto"
-    """How modules are cut: auto, or a JSON file of {pattern: column, row or sequence}."""
-    update: bool = True
-    """Also measure the optimizer's step and state."""
+    microbatch: int = 2  # Samples of one microbatch.
+    dtype: Literal["float32", "bfloat16", "autocast"] = "float32"  # autocast: float32 weights, products in bfloat16.
+    tensor: int = 1  # Ranks over which matrices are cut; measures one of them.
+    tensor_parallel: str = "auto"  # How modules are cut: auto, or a JSON file of {pattern: column, row or sequence}.
+    update: bool = True  # Also measure the optimizer's step and state.
+    # Largest norm of all gradients, as the run's --clip: clipping is part of the update, and ranks wait for the norm.
+    # 0: no clipping.
     clip: float = DEFAULT_CLIP
-    """Largest norm of all gradients, as the run's --clip: clipping is part of the update, and ranks wait for the norm.
-    0: no clipping."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the model; with --links, of the messages."""
-    seconds: float = 10.0
-    """Time for the repetitions [s], without tracing and memory."""
-    from_json: Path | None = None
-    """Show this profile instead of measuring one."""
-    pipedream: Path | None = None
-    """Convert PipeDream's text (graph.txt) instead of measuring."""
-    links: bool = False
-    """Measure latency and bandwidth between processes instead; --out writes a cluster."""
+    device: Literal["cpu", "cuda"] = "cpu"  # Device of the model; with --links, of the messages.
+    seconds: float = 10.0  # Time for the repetitions [s], without tracing and memory.
+    from_json: Path | None = None  # Show this profile instead of measuring one.
+    pipedream: Path | None = None  # Convert PipeDream's text (graph.txt) instead of measuring.
+    links: bool = False  # Measure latency and bandwidth between processes instead; --out writes a cluster.
+    # With --links: a profile of one model on each host, in the order of ranks; hosts of different speed become kinds of
+    # devices (default: all count as equally fast).
     profiles: tuple[Path, ...] = ()
-    """With --links: a profile of one model on each host, in the order of ranks; hosts of different speed become kinds
-    of devices (default: all count as equally fast)."""
+    # Local processes to start: for --links (default: 2), or to profile the model in all of them at once, with the
+    # contention of training (default: 1). Under torchrun, its number of processes.
     ranks: int | None = None
-    """Local processes to start: for --links (default: 2), or to profile the model in all of them at once, with the
-    contention of training (default: 1). Under torchrun, its number of processes."""
-    timeout: float = 60.0
-    """Longest time that a rank waits for another [s]."""
-    out: Path | None = None
-    """Write JSON to this file."""
-    json: bool = False
-    """Print JSON and no tables."""
+    timeout: float = 60.0  # Longest time that a rank waits for another [s].
+    out: Path | None = None  # Write JSON to this file.
+    json: bool = False  # Print JSON and no tables.
 
     def check(self) -> None:
         for option in ("microbatch", "length", "tensor"):

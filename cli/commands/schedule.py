@@ -36,13 +36,13 @@ class ScheduleOptions(TimelinePictureOptions, SynthesisOptions):
     """
 
     schedule: Annotated[tyro.conf.Positional[str], NAME_HELP]
+    # grid: for people. csv: the table of torch.distributed.pipelining (flush schedules). json: everything.
     format: Literal["grid", "csv", "json"] = "grid"
-    """grid: for people. csv: the table of torch.distributed.pipelining (flush schedules). json: everything."""
+    # File to draw it in, simulated with the costs, by its suffix, as with `stagewright timeline` (.json: for Perfetto;
+    # `--format json > FILE` writes the schedule); may be given several times.
     out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """File to draw it in, simulated with the costs, by its suffix, as with `stagewright timeline` (.json: for Perfetto;
-    `--format json > FILE` writes the schedule); may be given several times."""
+    # Print one JSON object: the schedule and its figures, and of `auto` bound, gap and the search.
     json: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print one JSON object: the schedule and its figures, and of `auto` bound, gap and the search."""
 
 
 def run(argv: Sequence[str]) -> int:

@@ -33,42 +33,32 @@ class CostOptions:
     """A schedule as `build` takes it (None: not given) and its costs in seconds of ONE stage action, one number or one
     per stage."""
 
-    ranks: int | None = None
-    """P, pipeline ranks."""
-    microbatches: int | None = None
-    """M, microbatches of a batch."""
-    chunks: int | None = None
-    """V, stages per rank (default: 2 for a schedule that interleaves, else 1)."""
+    ranks: int | None = None  # P, pipeline ranks.
+    microbatches: int | None = None  # M, microbatches of a batch.
+    chunks: int | None = None  # V, stages per rank (default: 2 for a schedule that interleaves, else 1).
+    # n, slices of a microbatch along the sequence (default: 2 for a schedule that slices, else 1).
     slices: int | None = None
-    """n, slices of a microbatch along the sequence (default: 2 for a schedule that slices, else 1)."""
+    # 2bw: forwards ahead of the backwards. eager hides latency, for more activations (default: plain).
     warmup: Literal["plain", "eager"] | None = None
-    """2bw: forwards ahead of the backwards. eager hides latency, for more activations (default: plain)."""
+    # pipedream, paci: microbatches from update to update (default: 1, or one per replica; paci: all of a batch).
     update_every: int | None = None
-    """pipedream, paci: microbatches from update to update (default: 1, or one per replica; paci: all of a batch)."""
-    vertical_sync: bool = False
-    """pipedream: all stages use the weight version that the first one saw."""
+    vertical_sync: bool = False  # pipedream: all stages use the weight version that the first one saw.
+    # pipedream, 2bw, paci: ranks of each stage, --ranks in all (default: one each).
     replicas: tuple[int, ...] | None = None
-    """pipedream, 2bw, paci: ranks of each stage, --ranks in all (default: one each)."""
+    # pipedream, 2bw, paci: batches that the program spans (default: enough for a steady state).
     batches: int | None = None
-    """pipedream, 2bw, paci: batches that the program spans (default: enough for a steady state)."""
+    # gis: microbatches that pass a chunk before the next chunk's turn, P/2 for half the memory (default: P).
     group_size: int | None = None
-    """gis: microbatches that pass a chunk before the next chunk's turn, P/2 for half the memory (default: P)."""
-    forward: tuple[float, ...] | None = None
-    """F [s] (default: 1, the unit of all times shown)."""
-    backward: tuple[float, ...] | None = None
-    """B [s] (default: twice the forward)."""
-    input_grad: tuple[float, ...] | None = None
-    """I [s], if the backward is split."""
-    weight_grad: tuple[float, ...] | None = None
-    """W [s], if the backward is split."""
-    latency: float = 0.0
-    """Seconds of a message between ranks."""
+    forward: tuple[float, ...] | None = None  # F [s] (default: 1, the unit of all times shown).
+    backward: tuple[float, ...] | None = None  # B [s] (default: twice the forward).
+    input_grad: tuple[float, ...] | None = None  # I [s], if the backward is split.
+    weight_grad: tuple[float, ...] | None = None  # W [s], if the backward is split.
+    latency: float = 0.0  # Seconds of a message between ranks.
+    # All-reduce of a stage's gradients over its replicas [s], after the stage's last backward; compute overlaps it.
     reduce_grad: tuple[float, ...] = (0.0,)
-    """All-reduce of a stage's gradients over its replicas [s], after the stage's last backward; compute overlaps it."""
-    sum_busy: tuple[float, ...] = (0.0,)
-    """Share of those seconds in which the ranks can't compute, 0 to 1."""
+    sum_busy: tuple[float, ...] = (0.0,)  # Share of those seconds in which the ranks can't compute, 0 to 1.
+    # Factor of these seconds for each microbatch, one number per microbatch (default: all equal).
     index_factors: tuple[float, ...] | None = None
-    """Factor of these seconds for each microbatch, one number per microbatch (default: all equal)."""
 
     def given(self) -> dict[str, object]:
         """The schedule's own options that were given, under `build`'s names."""
@@ -159,21 +149,19 @@ _SECONDS = 10.0
 class SynthesisOptions(CostOptions):
     """A schedule that is built by name, or found by search."""
 
+    # auto, zb-1p, zb-2p, zb-v: most stage activations on a rank at once; for auto one number or one per rank (default:
+    # no limit, P, 2P, 2P).
     memory: tuple[float, ...] | None = None
-    """auto, zb-1p, zb-2p, zb-v: most stage activations on a rank at once; for auto one number or one per rank (default:
-    no limit, P, 2P, 2P)."""
+    # auto: share of an activation kept between I and W, one number or one per stage (default: 1, all of it).
     kept_share: tuple[float, ...] | None = None
-    """auto: share of an activation kept between I and W, one number or one per stage (default: 1, all of it)."""
+    # auto: plain (stage r on rank r, default), cyclic (--chunks stages per rank, in turn), v (two per rank, there and
+    # back), or any: the best of the three, with costs and --memory of the model in P stages (or, given more numbers, in
+    # as many pieces).
     placement: str | None = None
-    """auto: plain (stage r on rank r, default), cyclic (--chunks stages per rank, in turn), v (two per rank, there and
-    back), or any: the best of the three, with costs and --memory of the model in P stages (or, given more numbers, in
-    as many pieces)."""
+    # auto: makespan, if updates synchronise all ranks (default); span, from start to end of one rank.
     objective: Literal["makespan", "span"] | None = None
-    """auto: makespan, if updates synchronise all ranks (default); span, from start to end of one rank."""
-    seconds: float | None = None
-    """auto: the longest time it searches [s] (default: 10)."""
-    seed: int | None = None
-    """auto: seed of its random choices (default: 0)."""
+    seconds: float | None = None  # auto: the longest time it searches [s] (default: 10).
+    seed: int | None = None  # auto: seed of its random choices (default: 0).
 
     def given(self) -> dict[str, object]:
         limit = {} if self.memory is None else {"memory_limit": one_or_several(self.memory)}

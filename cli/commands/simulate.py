@@ -38,19 +38,16 @@ class SimulateOptions(SynthesisOptions):
     """Simulate a schedule. Costs are seconds of ONE stage action: one number, or one per stage."""
 
     schedule: Annotated[tyro.conf.Positional[str | None], NAME_HELP] = None
-    csv: str | None = None
-    """The schedule's file, in place of its name."""
-    data: int = 1
-    """D, pipelines side by side: rank r of each becomes the ranks rD .. rD+D-1."""
+    csv: str | None = None  # The schedule's file, in place of its name.
+    data: int = 1  # D, pipelines side by side: rank r of each becomes the ranks rD .. rD+D-1.
+    # Ranks that died: their microbatches go to the other replicas of their stages (`Mesh(on_failure="reroute")`).
     without: tuple[int, ...] = ()
-    """Ranks that died: their microbatches go to the other replicas of their stages (`Mesh(on_failure="reroute")`)."""
+    # How durations vary: half their interquartile range over the median (0.05), a run's folder that measured it, or a
+    # Spread's JSON file. Then the median and the range of many simulated steps are printed, too.
     spread: str | None = None
-    """How durations vary: half their interquartile range over the median (0.05), a run's folder that measured it, or a
-    Spread's JSON file. Then the median and the range of many simulated steps are printed, too."""
+    # Simulate the N steps after the last that the run of --spread measured, not steps like those: the pace wanders.
     following: int = 0
-    """Simulate the N steps after the last that the run of --spread measured, not steps like those: the pace wanders."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print one JSON object."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False  # Print one JSON object.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,21 +37,19 @@ class TimelineOptions(TimelinePictureOptions, CostOptions):
     more stages than others cut the same model: equal work.
     """
 
+    # Runs (folder or name), plans, schedules (file or name), timelines (JSON), traces (torch.profiler, Perfetto).
     inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN|PLAN|SCHEDULE|TRACE")]
-    """Runs (folder or name), plans, schedules (file or name), timelines (JSON), traces (torch.profiler, Perfetto)."""
+    # File to write, by its end: .html to look into, .png, .svg, .pdf, .json for Perfetto (ui.perfetto.dev); may be
+    # given several times (default: timeline.html, and in a run's folder .png and .perfetto.json).
     out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """File to write, by its end: .html to look into, .png, .svg, .pdf, .json for Perfetto (ui.perfetto.dev); may be
-    given several times (default: timeline.html, and in a run's folder .png and .perfetto.json)."""
+    # Mark the chain of actions and messages that determines the end.
     critical_path: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Mark the chain of actions and messages that determines the end."""
+    # Below each timeline of a picture, draw the memory of each rank over time, with peaks and limit.
     memory: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Below each timeline of a picture, draw the memory of each rank over time, with peaks and limit."""
-    idle: Literal["cause", "hatch"] = _STYLE.idle
-    """cause: colour idle time by its cause. hatch: hatch all of it."""
+    idle: Literal["cause", "hatch"] = _STYLE.idle  # cause: colour idle time by its cause. hatch: hatch all of it.
+    # Draw in the terminal, and write only the files of -o; NO_COLOR=1: without colours.
     terminal: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Draw in the terminal, and write only the files of -o; NO_COLOR=1: without colours."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print one JSON object."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False  # Print one JSON object.
 
 
 def run(argv: Sequence[str]) -> int:

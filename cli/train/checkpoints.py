@@ -32,22 +32,16 @@ _LAYOUT = "layout.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLayout:
-    """Layout of a run, as far as results depend on it.
-
-    Arguments:
-        planned_step_seconds: by its plan; None without one.
-        flush_first: number of first batches with a flush; 0 in layouts without the field.
-        correction: of late gradients; None in layouts without the field.
-    """
+    """Layout of a run, as far as results depend on it."""
 
     num_ranks: int
     schedule: str
     num_stages: int
     num_microbatches: int
     weight_rule: str
-    planned_step_seconds: float | None
-    flush_first: int = 0
-    correction: str | None = None
+    planned_step_seconds: float | None  # by its plan; None without one
+    flush_first: int = 0  # number of first batches with a flush; 0 in layouts without the field
+    correction: str | None = None  # of late gradients; None in layouts without the field
 
     @classmethod
     def read(cls, path: Path) -> RunLayout | None:

@@ -38,18 +38,12 @@ class TokenBatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
-    """Training and validation bytes.
+    """Training and validation bytes."""
 
-    Arguments:
-        train, validation: one-dimensional uint8 arrays.
-        sha256: of both, in hex: equal for equal text and equal split.
-        source: origin of the text, as shown.
-    """
-
-    train: np.ndarray
-    validation: np.ndarray
-    sha256: str
-    source: str
+    train: np.ndarray  # one-dimensional uint8
+    validation: np.ndarray  # likewise
+    sha256: str  # of both, in hex: equal for equal text and equal split
+    source: str  # origin of the text, as shown
 
     def check_length(self, length: int) -> None:
         """Raise ValueError if a part is too short for one window of `length` tokens and its last target."""

@@ -64,18 +64,15 @@ class _Made(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Means over the steps of one input [s], on the rank that waited longest for its data.
-
-    made: fetching (`fetching`) and preparing a batch, in any process. cpu: of all processes of this host.
-    """
+    """Means over the steps of one input [s], on the rank that waited longest for its data."""
 
     step: float
     fetch: float = 0.0
     prepare: float = 0.0
     transfer: float = 0.0
-    made: float = 0.0
-    fetching: float = 0.0
-    cpu: float = 0.0
+    made: float = 0.0  # fetching and preparing a batch, in any process
+    fetching: float = 0.0  # that part of it
+    cpu: float = 0.0  # of all processes of this host
 
 
 class _TimedFetch(Dataset[Any]):

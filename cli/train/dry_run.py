@@ -39,16 +39,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """Predicted shape of a training run.
-
-    Arguments:
-        stages: the cut.
-        bubble, lower_bound_ratio: simulated with costs proportional to parameters; makespan / lower bound.
-        peak_activations: per rank, in stage activations.
-        state_bytes: per rank; upper bound of parameters (all versions), gradients and optimizer state.
-        activation_bytes: per rank, of the microbatches in flight; None if not counted.
-        costs: origin of the costs, as shown.
-    """
+    """Predicted shape of a training run."""
 
     schedule: str
     num_ranks: int
@@ -56,12 +47,12 @@ class DryRun:
     num_microbatches: int
     parameters: int
     stages: tuple[StagePlan, ...]
-    bubble: float
+    bubble: float  # simulated with costs proportional to parameters
     span_bubble: float
-    lower_bound_ratio: float
-    peak_activations: tuple[int, ...]
-    state_bytes: tuple[int, ...]
-    activation_bytes: tuple[int, ...] | None
+    lower_bound_ratio: float  # makespan / lower bound
+    peak_activations: tuple[int, ...]  # per rank, in stage activations
+    state_bytes: tuple[int, ...]  # per rank; upper bound of parameters (all versions), gradients and optimizer state
+    activation_bytes: tuple[int, ...] | None  # per rank, of the microbatches in flight; None if not counted
     costs: str = "proportional to parameters (forward 1, backward 2); a real run measures its own"
 
 

@@ -23,25 +23,16 @@ from ...pipe.stage.tokens import positions
 class GPTConfig:
     """The size of a GPT; the default has 5.1 million parameters.
 
-    Arguments:
-        vocabulary: number of distinct tokens (256: bytes).
-        length: the longest sequence, T.
-        layers: L >= 1 blocks.
-        width: D, a multiple of the number of heads.
-        heads: H attention heads per block; None: one for each 64 of the width, if that divides it.
-        dropout: probability, after the embedding and at the end of both branches of a block.
-        tied: whether the head multiplies by the embedding's own weight.
-
     Raises ValueError for a size that does not fit.
     """
 
-    vocabulary: int = 256
-    length: int = 128
-    layers: int = 4
-    width: int = 320
-    heads: int | None = None
-    dropout: float = 0.0
-    tied: bool = False
+    vocabulary: int = 256  # number of distinct tokens (256: bytes)
+    length: int = 128  # the longest sequence, T
+    layers: int = 4  # L >= 1 blocks
+    width: int = 320  # D, a multiple of the number of heads
+    heads: int | None = None  # H attention heads per block; None: one for each 64 of the width, if that divides it
+    dropout: float = 0.0  # probability, after the embedding and at the end of both branches of a block
+    tied: bool = False  # whether the head multiplies by the embedding's own weight
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "length", "layers", "width", "heads"):

@@ -56,86 +56,69 @@ class TrainOptions(GptOptions):
             help_behavior_hint="",
         ),
     ] = None
+    # A plan's .json file (`stagewright plan --out`), or auto: profile, plan for the ranks at hand, and run that.
     plan: str | None = None
-    """A plan's .json file (`stagewright plan --out`), or auto: profile, plan for the ranks at hand, and run that."""
+    # Most plans that --plan auto tries for a few steps before choosing one; 0: none (default: 3).
     trials: int | None = None
-    """Most plans that --plan auto tries for a few steps before choosing one; 0: none (default: 3)."""
+    # P, pipeline ranks: processes on this machine (default: 2; under torchrun, its number of processes over C T).
     ranks: int | None = None
-    """P, pipeline ranks: processes on this machine (default: 2; under torchrun, its number of processes over C T)."""
-    context: int = 1
-    """C, groups of T processes of each rank, which divide the tokens of each sequence."""
-    tensor: int = 1
-    """T, processes that divide the matrices of a rank."""
+    context: int = 1  # C, groups of T processes of each rank, which divide the tokens of each sequence.
+    tensor: int = 1  # T, processes that divide the matrices of a rank.
+    # How modules are divided over them: auto, or a JSON file of {pattern: column, row or sequence}.
     tensor_parallel: str = "auto"
-    """How modules are divided over them: auto, or a JSON file of {pattern: column, row or sequence}."""
-    chunks: int | None = None
-    """V, stages per rank (default: 2 for a schedule that interleaves, else 1)."""
+    chunks: int | None = None  # V, stages per rank (default: 2 for a schedule that interleaves, else 1).
+    # n, slices of a microbatch along the sequence (default: 2 for a schedule that slices, else 1).
     slices: int | None = None
-    """n, slices of a microbatch along the sequence (default: 2 for a schedule that slices, else 1)."""
-    microbatches: int | None = None
-    """M, microbatches of a batch (default: 8)."""
-    batch: int | None = None
-    """Samples of one batch (default: 16, or those of the batches of --data)."""
-    steps: int = 341
-    """Batches to train on."""
+    microbatches: int | None = None  # M, microbatches of a batch (default: 8).
+    batch: int | None = None  # Samples of one batch (default: 16, or those of the batches of --data).
+    steps: int = 341  # Batches to train on.
+    # adamw; muon: Muon for the matrices of the GPT's blocks, AdamW for the rest; with --model its own
+    # optimizer(parameters) (default: muon for the GPT under a schedule without a flush, else AdamW).
     optimizer: str | None = None
-    """adamw; muon: Muon for the matrices of the GPT's blocks, AdamW for the rest; with --model its own
-    optimizer(parameters) (default: muon for the GPT under a schedule without a flush, else AdamW)."""
+    # Peak learning rate: warmed up over the first tenth, then down along a cosine (default: 0.002, with muon 0.004;
+    # with --model the optimizer's own).
     lr: float | None = None
-    """Peak learning rate: warmed up over the first tenth, then down along a cosine (default: 0.002, with muon 0.004;
-    with --model the optimizer's own)."""
+    # For late gradients: add to each update --delay-factor x delay times its difference from the previous update
+    # (default: error-feedback for the GPT under a schedule without a flush).
     delay_correction: Correction | None = None
-    """For late gradients: add to each update --delay-factor x delay times its difference from the previous update
-    (default: error-feedback for the GPT under a schedule without a flush)."""
+    # Factor of --delay-correction; 1 is the derived one (default: 2 under 2bw, else 1).
     delay_factor: float | None = None
-    """Factor of --delay-correction; 1 is the derived one (default: 2 under 2bw, else 1)."""
+    # Number of first batches with a flush after each update, under a schedule without one: there a late gradient costs
+    # most (default: three in ten of --steps for the GPT, else none).
     flush_first: int | None = None
-    """Number of first batches with a flush after each update, under a schedule without one: there a late gradient
-    costs most (default: three in ten of --steps for the GPT, else none)."""
+    # Clip the global gradient norm to this; 0: no clipping (default: 1, and 0 under pipedream and paci, whose stages
+    # update before it is known).
     clip: float | None = None
-    """Clip the global gradient norm to this; 0: no clipping (default: 1, and 0 under pipedream and paci, whose stages
-    update before it is known)."""
-    dropout: float = 0.0
-    """Probability of dropping a value."""
-    text: tuple[str, ...] = ()
-    """Train on these files instead of the standard library's source."""
-    seed: int = 0
-    """Seed of initial weights, batches, dropout and the sample."""
-    name: str | None = None
-    """Name of the run and its folder (default: the time)."""
+    dropout: float = 0.0  # Probability of dropping a value.
+    text: tuple[str, ...] = ()  # Train on these files instead of the standard library's source.
+    seed: int = 0  # Seed of initial weights, batches, dropout and the sample.
+    name: str | None = None  # Name of the run and its folder (default: the time).
+    # Recomputed in the backward instead of kept: each stage as a whole, each of its parts separately, or in each part
+    # all but the results of matrix products.
     recompute: Literal["none", "full", "layer", "selective", "keep_less"] = "none"
-    """Recomputed in the backward instead of kept: each stage as a whole, each of its parts separately, or in each part
-    all but the results of matrix products."""
+    # Run the first batch through the plain model, too, and compare every gradient, if memory allows.
     verify: bool = True
-    """Run the first batch through the plain model, too, and compare every gradient, if memory allows."""
-    timeout: float = 300.0
-    """Seconds that a rank waits for another before it fails with an error."""
+    timeout: float = 300.0  # Seconds that a rank waits for another before it fails with an error.
+    # Save a checkpoint every so many steps, during training; auto: as often as --checkpoint-overhead allows (default:
+    # none).
     checkpoint_every: int | Literal["auto"] | None = None
-    """Save a checkpoint every so many steps, during training; auto: as often as --checkpoint-overhead allows (default:
-    none)."""
-    checkpoint_overhead: float = 0.035
-    """Share of the time that checkpoints may take under --checkpoint-every auto."""
-    checkpoint_dir: str | None = None
-    """Folder of the checkpoints (default: runs/<name>/checkpoints)."""
+    checkpoint_overhead: float = 0.035  # Share of the time that checkpoints may take under --checkpoint-every auto.
+    checkpoint_dir: str | None = None  # Folder of the checkpoints (default: runs/<name>/checkpoints).
+    # Resume the run --name (default: the newest) from its last checkpoint, or begin it if there is none. For a command
+    # that is restarted whenever it ends, as by torchrun --max-restarts.
     resume: bool = False
-    """Resume the run --name (default: the newest) from its last checkpoint, or begin it if there is none. For a command
-    that is restarted whenever it ends, as by torchrun --max-restarts."""
+    # Steps between two that each process traces into runs/<name>/trace.rankN.jsonl; auto: 20 at first, then more and
+    # more; 0: only the last step.
     trace_every: int | Literal["auto"] = "auto"
-    """Steps between two that each process traces into runs/<name>/trace.rankN.jsonl; auto: 20 at first, then more and
-    more; 0: only the last step."""
-    workers: int = 0
-    """Processes that read samples of a Dataset of --data ahead, for each rank."""
+    workers: int = 0  # Processes that read samples of a Dataset of --data ahead, for each rank.
+    # data: do not train, but measure how long steps wait for data, why, and what would help.
     diagnose: Literal["data"] | None = None
-    """data: do not train, but measure how long steps wait for data, why, and what would help."""
-    diagnose_steps: int = 20
-    """Steps of each measurement of --diagnose."""
+    diagnose_steps: int = 20  # Steps of each measurement of --diagnose.
+    # Bytes of the cache of samples that --diagnose predicts and tries, for all ranks of a host (default: a quarter of
+    # its memory).
     diagnose_cache: int | None = None
-    """Bytes of the cache of samples that --diagnose predicts and tries, for all ranks of a host (default: a quarter of
-    its memory)."""
-    dry_run: bool = False
-    """Show the cut, the grid, the simulated bubble and the predicted memory, without training."""
-    json: bool = False
-    """Print one JSON object (the summary); progress goes to standard error."""
+    dry_run: bool = False  # Show the cut, the grid, the simulated bubble and the predicted memory, without training.
+    json: bool = False  # Print one JSON object (the summary); progress goes to standard error.
 
     def check(self) -> None:
         at_least_one = ("steps", "batch", "length")

@@ -31,26 +31,16 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Inputs of a run.
-
-    Arguments:
-        name: the run's.
-        config: every option of the command, defaults included.
-        corpus_source, corpus_sha256: the text or the function that provided the data; no hash if unknown.
-        versions: of Python and of the relevant packages, by name.
-        host: name, processor, cores and system.
-        command: the command line.
-        started: local time, ISO 8601.
-    """
+    """Inputs of a run."""
 
     name: str
-    config: Mapping[str, object]
-    corpus_source: str
-    corpus_sha256: str | None
-    versions: Mapping[str, str]
-    host: Mapping[str, str]
+    config: Mapping[str, object]  # every option of the command, defaults included
+    corpus_source: str  # the text or the function that provided the data
+    corpus_sha256: str | None  # None if unknown
+    versions: Mapping[str, str]  # of Python and of the relevant packages, by name
+    host: Mapping[str, str]  # name, processor, cores and system
     command: tuple[str, ...]
-    started: str
+    started: str  # local time, ISO 8601
 
     @classmethod
     def of(cls, *, name: str, config: Mapping[str, object], corpus_source: str, corpus_sha256: str | None) -> Manifest:
@@ -94,63 +84,47 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Results of a run.
-
-    Arguments:
-        schedule, num_ranks, num_stages, num_microbatches, parameters: of the run.
-        flush_first: number of first steps with a flush after each update under a schedule without one. step_seconds,
-            bubble and simulated_bubble are of the steps after them, if there are any.
-        steps, samples, tokens: trained in total; figures in tokens (bytes of text) are None for other data.
-        train_loss, train_bits_per_byte: mean over the last steps; val_loss, val_bits_per_byte: on held-out data at the
-            end, None without any.
-        samples_per_s, tokens_per_s, seconds: of the training loop, without set-up and validation.
-        step_seconds: median of a whole step.
-        simulated_step_seconds: of a step simulated with the medians of the measured durations.
-        predicted_step_seconds, predicted_step_range, predicted_bubble: median, 90% range and bubble of steps simulated
-            with the measured spread of durations; None after fewer than ten measured steps.
-        bubble, simulated_bubble: makespan bubbles: medians over the traced steps, measured and simulated.
-        peak_memory_bytes: per rank; on the CPU the largest resident memory above that at the start.
-        peak_tensor_bytes: per process, bytes of tensors at the peak of one measured step; None without one, as of a
-            stream without a plan.
-        planned_step_seconds: step of the plan, the median if the plan has spreads [s]; None without a plan.
-        planned_memory_bytes: peak_tensor_bytes as planned; None without a plan.
-        resumed_at: first step after each resume.
-        checkpoints, failed_checkpoints: number of those before the end, since the last resume; checkpoint_every: steps
-            between two at the end; checkpoint_overhead: their share of the training time, on rank 0.
-    """
+    """Results of a run."""
 
     schedule: str
     num_ranks: int
     num_stages: int
     num_microbatches: int
     parameters: int
+    # steps, samples, tokens: trained in total; figures in tokens (bytes of text) are None for other data
     steps: int
+    # number of first steps with a flush after each update under a schedule without one. step_seconds, bubble and
+    # simulated_bubble are of the steps after them, if there are any.
     flush_first: int = 0
     samples: int
     tokens: int | None
-    seconds: float
-    samples_per_s: float
-    tokens_per_s: float | None
-    train_loss: float
-    train_bits_per_byte: float | None
-    val_loss: float | None
-    val_bits_per_byte: float | None
-    step_seconds: float
-    simulated_step_seconds: float
-    bubble: float
-    simulated_bubble: float
-    peak_memory_bytes: tuple[int, ...]
+    seconds: float  # of the training loop, without set-up and validation
+    samples_per_s: float  # likewise
+    tokens_per_s: float | None  # likewise
+    train_loss: float  # mean over the last steps
+    train_bits_per_byte: float | None  # likewise
+    val_loss: float | None  # on held-out data at the end; None without any
+    val_bits_per_byte: float | None  # likewise
+    step_seconds: float  # median of a whole step
+    simulated_step_seconds: float  # of a step simulated with the medians of the measured durations
+    bubble: float  # measured makespan bubble: median over the traced steps
+    simulated_bubble: float  # simulated, of the same steps
+    peak_memory_bytes: tuple[int, ...]  # per rank; on the CPU the largest resident memory above that at the start
+    # per process, bytes of tensors at the peak of one measured step; None without one, as of a stream without a plan
     peak_tensor_bytes: tuple[int, ...] | None = None
+    # predicted_step_seconds, predicted_step_range, predicted_bubble: median, 90% range and bubble of steps simulated
+    # with the measured spread of durations; None after fewer than ten measured steps
     predicted_step_seconds: float | None = None
     predicted_step_range: tuple[float, float] | None = None
     predicted_bubble: float | None = None
+    # step of the plan, the median if the plan has spreads [s]; None without a plan
     planned_step_seconds: float | None = None
-    planned_memory_bytes: tuple[float, ...] | None = None
-    resumed_at: tuple[int, ...] = ()
-    checkpoints: int = 0
-    failed_checkpoints: int = 0
-    checkpoint_every: int | None = None
-    checkpoint_overhead: float | None = None
+    planned_memory_bytes: tuple[float, ...] | None = None  # peak_tensor_bytes as planned; None without a plan
+    resumed_at: tuple[int, ...] = ()  # first step after each resume
+    checkpoints: int = 0  # number of those before the end, since the last resume
+    failed_checkpoints: int = 0  # likewise
+    checkpoint_every: int | None = None  # steps between two at the end
+    checkpoint_overhead: float | None = None  # their share of the training time, on rank 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,26 +337,18 @@ MAY_DIFFER = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """One resume of a run.
+    """One resume of a run."""
 
-    Arguments:
-        step: number of the first step after it; lost_steps: number of steps that run again.
-        started: local time, ISO 8601; command and host: as in the manifest.
-        num_ranks, schedule: of the run from here on.
-        planned_step_seconds, planned_before: by the plans of now and before, if there are plans.
-        changes: sentences on differences from before.
-    """
-
-    step: int
-    lost_steps: int
-    started: str
-    command: tuple[str, ...]
-    host: str
-    num_ranks: int
-    schedule: str
-    planned_step_seconds: float | None = None
-    planned_before: float | None = None
-    changes: tuple[str, ...] = ()
+    step: int  # number of the first step after it
+    lost_steps: int  # number of steps that run again
+    started: str  # local time, ISO 8601
+    command: tuple[str, ...]  # as in the manifest
+    host: str  # likewise
+    num_ranks: int  # of the run from here on
+    schedule: str  # likewise
+    planned_step_seconds: float | None = None  # by its plan of now, if there is one
+    planned_before: float | None = None  # by that of before
+    changes: tuple[str, ...] = ()  # sentences on differences from before
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:

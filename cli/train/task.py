@@ -36,27 +36,18 @@ class Batches(HasState, Iterator[own.Batch], Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A model to train, and everything needed to train it.
+    """A model to train, and everything needed to train it."""
 
-    Arguments:
-        source, sha256: of the batches; sha256 None if unknown.
-        make_model: makes the model with the same weights in each process.
-        loss_for: the loss for batches like one; loss_name: as shown.
-        batches: (inputs..., target) each, without an end, the same in each process.
-        validation: held-out batches; may be empty.
-        sample_bytes: bytes of text in one sample, over which the loss is a mean; None for other data.
-        describe: makes text from a model with these weights; None: nothing to show.
-    """
-
-    source: str
-    sha256: str | None
-    make_model: Callable[[], nn.Module]
-    loss_for: Callable[[own.Batch], own.Loss]
-    loss_name: Callable[[own.Batch], str]
+    source: str  # of the batches
+    sha256: str | None  # of the batches; None if unknown
+    make_model: Callable[[], nn.Module]  # makes the model with the same weights in each process
+    loss_for: Callable[[own.Batch], own.Loss]  # the loss for batches like one
+    loss_name: Callable[[own.Batch], str]  # as shown
     optimizer: OptimizerFactory
-    batches: Callable[[], Batches]
-    validation: Callable[[], Iterable[own.Batch]]
-    sample_bytes: int | None
+    batches: Callable[[], Batches]  # (inputs..., target) each, without an end, the same in each process
+    validation: Callable[[], Iterable[own.Batch]]  # held-out batches; may be empty
+    sample_bytes: int | None  # bytes of text in one sample, over which the loss is a mean; None for other data
+    # makes text from a model with these weights; None: nothing to show
     describe: Callable[[Mapping[str, torch.Tensor]], str] | None
 
 

@@ -9,7 +9,7 @@ import socket
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,23 +23,15 @@ _ROOMS = ("schedules", "partition", "comm", "pipe", "cli", "experiments")  # all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """Facts that a node reports of itself.
+    """Facts that a node reports of itself."""
 
-    Arguments:
-        host: its own host name.
-        python, torch, stagewright: versions.
-        code: digest of stagewright's source files: checkouts of one version may differ.
-        interfaces: addresses by network interface.
-        free_port: a TCP port that was free a moment ago.
-    """
-
-    host: str
+    host: str  # its own host name
     python: str
     torch: str
     stagewright: str
-    code: str
-    interfaces: Mapping[str, tuple[str, ...]]
-    free_port: int
+    code: str  # digest of stagewright's source files: checkouts of one version may differ
+    interfaces: Mapping[str, tuple[str, ...]]  # addresses by network interface
+    free_port: int  # a TCP port that was free a moment ago
 
     @classmethod
     def here(cls) -> NodeFacts:
@@ -53,12 +45,9 @@ class NodeFacts:
             free_port=free_ports(1)[0],
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> NodeFacts:
-        """Reads `to_json`; ignores unknown fields of other versions, and takes "unknown" for missing ones."""
+        """Reads `asdict`; ignores unknown fields of other versions, and takes "unknown" for missing ones."""
         read = {field.name: values.get(field.name, "unknown") for field in fields(cls)}
         named = values.get("interfaces", {})
         return cls(**{**read, "interfaces": {name: tuple(addresses) for name, addresses in named.items()}})

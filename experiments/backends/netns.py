@@ -17,8 +17,7 @@ from pathlib import Path
 from ...cli.launcher import sigterm_as_interrupt
 from .namespaces import links
 from .namespaces.cpu_share import remove_leftovers, shares, why_no_share
-from .namespaces.host import Host
-from .namespaces.network import Network, network
+from .namespaces.network import Host, Network, network
 from .namespaces.wire import WireRecord
 from .node import STARTER
 from .records import Nodes, Outcome, Shape, Work

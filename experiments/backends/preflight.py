@@ -20,7 +20,7 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .facts import NodeFacts, differences
@@ -36,22 +36,14 @@ class PreflightError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Place and time limit of a preflight.
+    """Place and time limit of a preflight."""
 
-    Arguments:
-        node_rank: of this node.
-        names: of all nodes, by rank: "node 1 (host b)".
-        address, port: of node 0.
-        limit: for all nodes to connect [s].
-        token: known only to nodes of this run.
-    """
-
-    node_rank: int
-    names: tuple[str, ...]
-    address: str
-    port: int
-    limit: float
-    token: str
+    node_rank: int  # of this node
+    names: tuple[str, ...]  # of all nodes, by rank: "node 1 (host b)"
+    address: str  # of node 0
+    port: int  # of node 0
+    limit: float  # for all nodes to connect [s]
+    token: str  # known only to nodes of this run
 
     @property
     def place(self) -> str:
@@ -60,19 +52,12 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Present:
-    """One connected node.
+    """One connected node."""
 
-    Arguments:
-        facts: as the node reports them.
-        problem: as the node reports it; empty: none.
-        clock_ahead: its clock minus node 0's [s].
-        round_trip: of the exchange that measured `clock_ahead`, whose error is at most half of it [s].
-    """
-
-    facts: NodeFacts
-    problem: str = ""
-    clock_ahead: float = 0.0
-    round_trip: float = 0.0
+    facts: NodeFacts  # as the node reports them
+    problem: str = ""  # as the node reports it; empty: none
+    clock_ahead: float = 0.0  # its clock minus node 0's [s]
+    round_trip: float = 0.0  # of the exchange that measured `clock_ahead`, whose error is at most half of it [s]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +213,7 @@ def _come(meeting: Meeting, myself: Present) -> Met:
             asked = time.time()
             clock = time.monotonic()
             line.send(
-                token=meeting.token, node_rank=meeting.node_rank, facts=myself.facts.to_json(), problem=myself.problem
+                token=meeting.token, node_rank=meeting.node_rank, facts=asdict(myself.facts), problem=myself.problem
             )
             theirs = float(line.receive(_TURN)["time"])
             took = time.monotonic() - clock

@@ -16,23 +16,14 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Shape of the links between nodes, for back ends that make them.
+    """Shape of the links between nodes, for back ends that make them."""
 
-    Arguments:
-        bandwidth: of each node's network card, in each direction [bytes/s]; None: no limit.
-        latency: of a packet from node to node, one way [s].
-        sites: the site of each node; empty: all at one site.
-        site_latency: of a packet from site to site, instead of `latency` [s].
-        site_bandwidth: of a node's card to other sites [bytes/s]; None: as `bandwidth`.
-        cpu_share: share of the host's cores per node; None: no limit.
-    """
-
-    bandwidth: float | None = None
-    latency: float = 0.0
-    sites: tuple[int, ...] = ()
-    site_latency: float = 0.0
-    site_bandwidth: float | None = None
-    cpu_share: float | None = None
+    bandwidth: float | None = None  # of each node's network card, in each direction [bytes/s]; None: no limit
+    latency: float = 0.0  # of a packet from node to node, one way [s]
+    sites: tuple[int, ...] = ()  # the site of each node; empty: all at one site
+    site_latency: float = 0.0  # of a packet from site to site, instead of `latency` [s]
+    site_bandwidth: float | None = None  # of a node's card to other sites [bytes/s]; None: as `bandwidth`
+    cpu_share: float | None = None  # share of the host's cores per node; None: no limit
 
     @property
     def is_plain(self) -> bool:
@@ -54,25 +45,15 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Program of each rank: a module as a script, under torchrun.
+    """Program of each rank: a module as a script, under torchrun."""
 
-    Arguments:
-        module: dotted name, such as "stagewright.experiments.jobs.worker".
-        arguments: of the script, without a shell.
-        folder: for logs of the nodes and files of the ranks.
-        environment: variables in addition to each node's own.
-        restarts: most restarts of the ranks by torchrun after a failure.
-        timeout: for the run [s].
-        join_timeout: for a node to connect [s].
-    """
-
-    module: str
-    arguments: tuple[str, ...] = ()
-    folder: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
-    restarts: int = 0
-    timeout: float = 600.0
-    join_timeout: float = 60.0
+    module: str  # dotted name, such as "stagewright.experiments.jobs.worker"
+    arguments: tuple[str, ...] = ()  # of the script, without a shell
+    folder: Path  # for logs of the nodes and files of the ranks
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables in addition to each node's own
+    restarts: int = 0  # most restarts of the ranks by torchrun after a failure
+    timeout: float = 600.0  # for the run [s]
+    join_timeout: float = 60.0  # for a node to connect [s]
 
     def begun(self) -> Work:
         """The work with an absolute folder, and a secret for its ranks (see stagewright.comm.sealed)."""
@@ -82,19 +63,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Outcome of a run.
+    """Outcome of a run."""
 
-    Arguments:
-        status: exit status of the run, 0 for success.
-        timed_out: whether the time limit ended it.
-        report: for the user: why it failed, or how it differs from the request; else empty.
-        commands: the torchrun line of each node, as it could be typed there.
-    """
-
-    status: int
-    timed_out: bool = False
-    report: str = ""
-    commands: tuple[str, ...] = ()
+    status: int  # exit status of the run, 0 for success
+    timed_out: bool = False  # whether the time limit ended it
+    report: str = ""  # for the user: why it failed, or how it differs from the request; else empty
+    commands: tuple[str, ...] = ()  # the torchrun line of each node, as it could be typed there
 
 
 class Backend(Protocol):

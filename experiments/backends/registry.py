@@ -24,17 +24,11 @@ BACKENDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Access to other hosts.
+    """Access to other hosts."""
 
-    Arguments:
-        hosts: file of hosts, for ssh.
-        slurm: options of sbatch, each "name=value", for slurm.
-        interface: network interface for gloo on these hosts; empty: the one through which a node reaches node 0.
-    """
-
-    hosts: Path | None = None
-    slurm: tuple[str, ...] = ()
-    interface: str = ""
+    hosts: Path | None = None  # file of hosts, for ssh
+    slurm: tuple[str, ...] = ()  # options of sbatch, each "name=value", for slurm
+    interface: str = ""  # network interface for gloo on these hosts; empty: the one through which a node reaches node 0
 
     def arguments(self, name: str) -> dict[str, Any]:
         """Arguments of a back end's class. Raises ValueError for missing or unreadable options."""

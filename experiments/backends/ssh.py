@@ -129,22 +129,14 @@ _PLACE = re.compile(r"((?P<user>[^@]*)@)?(?P<host>\[[^\]]*\]|[^:]*)(:(?P<port>.*
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteHost:
-    """One host that ssh reaches.
+    """One host that ssh reaches."""
 
-    Arguments:
-        host: a name, an alias of the user's ssh configuration, or an address.
-        user, port: empty and None: as ssh is configured.
-        slots: most ranks on it; None: no limit.
-        python: a Python with stagewright installed.
-        address: by which the other hosts reach it; empty: the host's name as ssh resolves it.
-    """
-
-    host: str
-    user: str = ""
-    port: int | None = None
-    slots: int | None = None
-    python: str = sys.executable
-    address: str = ""
+    host: str  # a name, an alias of the user's ssh configuration, or an address
+    user: str = ""  # empty: as ssh is configured
+    port: int | None = None  # None: likewise
+    slots: int | None = None  # most ranks on it; None: no limit
+    python: str = sys.executable  # a Python with stagewright installed
+    address: str = ""  # by which the other hosts reach it; empty: the host's name as ssh resolves it
 
     def __post_init__(self) -> None:
         if not _HOST.fullmatch(self.host):

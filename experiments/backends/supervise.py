@@ -63,22 +63,15 @@ def to_stderr(line: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStart:
-    """Command that starts a node's starter.
+    """Command that starts a node's starter."""
 
-    Arguments:
-        name: as shown: "node 1 (host b)".
-        command: runs the starter there, such as `STARTER` with a prefix.
-        interface: for gloo; empty: the one through which the node reaches node 0.
-        silence: without signs of life for so long the node ends its ranks [s]; 0: it relies on the end of its stdin,
-            which a failed network does not show.
-        hint: what to type if it does not start.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    interface: str = ""
+    name: str  # as shown: "node 1 (host b)"
+    command: tuple[str, ...]  # runs the starter there, such as `STARTER` with a prefix
+    interface: str = ""  # for gloo; empty: the one through which the node reaches node 0
+    # without signs of life for so long the node ends its ranks [s]; 0: it relies on the end of its stdin, which a
+    # failed network does not show
     silence: float = 0.0
-    hint: str = ""
+    hint: str = ""  # what to type if it does not start
 
 
 def run_nodes(

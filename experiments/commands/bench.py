@@ -39,14 +39,10 @@ DECLARATION = Path(__file__).parents[1] / "bench.toml"
 class BenchOptions:
     """Measure this runtime against torch.distributed.pipelining, in one run with alternating repetitions."""
 
-    only: tuple[str, ...] = ()
-    """Cases to run (default: all)."""
-    repetitions: int = 5
-    """Repetitions of each workload and side; a figure worth keeping needs at least 5."""
-    profile: bool = False
-    """Also show where the in-process step spends its time (cProfile; with the overhead cases)."""
-    json: bool = False
-    """Print one JSON object; progress always goes to standard error."""
+    only: tuple[str, ...] = ()  # Cases to run (default: all).
+    repetitions: int = 5  # Repetitions of each workload and side; a figure worth keeping needs at least 5.
+    profile: bool = False  # Also show where the in-process step spends its time (cProfile; with the overhead cases).
+    json: bool = False  # Print one JSON object; progress always goes to standard error.
 
 
 def run(argv: Sequence[str]) -> int:
@@ -95,14 +91,10 @@ def _ran(jobs: Sequence[Job], folder: Path) -> tuple[list[Figure], str]:
 class SuiteOptions:
     """Profile, plan and run five models on this machine: throughput, utilisation, and memory of each stage."""
 
-    models: str = ""
-    """Some of gpt,lstm,cnn,unet,moe (default: all)."""
-    ranks: int = 2
-    """Processes, one per stage."""
-    folder: Path = Path("runs/experiments")
-    """Figures and a picture go to FOLDER/suite/report."""
-    json: bool = False
-    """Print one JSON object; progress goes to standard error."""
+    models: str = ""  # Some of gpt,lstm,cnn,unet,moe (default: all).
+    ranks: int = 2  # Processes, one per stage.
+    folder: Path = Path("runs/experiments")  # Figures and a picture go to FOLDER/suite/report.
+    json: bool = False  # Print one JSON object; progress goes to standard error.
 
 
 def run_suite(argv: Sequence[str]) -> int:

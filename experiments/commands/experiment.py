@@ -28,20 +28,16 @@ from ..jobs.runner import Intent, JobProgress, alone, intend, is_held, run_jobs
 class ListOptions:
     """List the experiments that come with stagewright."""
 
-    json: bool = False
-    """Print one JSON object."""
+    json: bool = False  # Print one JSON object.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShowOptions:
     """Show the jobs of an experiment and their states."""
 
-    name: tyro.conf.Positional[str]
-    """Name of an experiment, or a TOML file of your own."""
-    folder: Path = Path("runs/experiments")
-    """Jobs are in FOLDER/NAME/jobs."""
-    json: bool = False
-    """Print one JSON object."""
+    name: tyro.conf.Positional[str]  # Name of an experiment, or a TOML file of your own.
+    folder: Path = Path("runs/experiments")  # Jobs are in FOLDER/NAME/jobs.
+    json: bool = False  # Print one JSON object.
 
 
 @plain_help
@@ -49,38 +45,26 @@ class ShowOptions:
 class RunOptions:
     """Run the jobs of an experiment that are not done yet, then write its report."""
 
-    name: tyro.conf.Positional[str]
-    """Name of an experiment, or a TOML file of your own."""
-    backend: str | None = None
-    """Back end of parts on ranks: local, netns, ssh or slurm (default: as declared)."""
-    nodes: int | None = None
-    """Nodes of every case on ranks (default: as declared)."""
-    bandwidth: str | None = None
-    """Rate of each node's card, such as 1gbit (default: as declared)."""
-    latency: str | None = None
-    """From node to node, such as 1ms (default: as declared)."""
-    repetitions: int | None = None
-    """Repetitions of every part (default: as declared)."""
-    set: tuple[str, ...] = ()
-    """KEY=VALUE for all cases, instead of declared values (default: as declared)."""
+    name: tyro.conf.Positional[str]  # Name of an experiment, or a TOML file of your own.
+    backend: str | None = None  # Back end of parts on ranks: local, netns, ssh or slurm (default: as declared).
+    nodes: int | None = None  # Nodes of every case on ranks (default: as declared).
+    bandwidth: str | None = None  # Rate of each node's card, such as 1gbit (default: as declared).
+    latency: str | None = None  # From node to node, such as 1ms (default: as declared).
+    repetitions: int | None = None  # Repetitions of every part (default: as declared).
+    set: tuple[str, ...] = ()  # KEY=VALUE for all cases, instead of declared values (default: as declared).
+    # Only these parts, and whole jobs with such cases: names of parts, or KEY=VALUE (default: all).
     only: tuple[str, ...] = ()
-    """Only these parts, and whole jobs with such cases: names of parts, or KEY=VALUE (default: all)."""
-    fresh: bool = False
-    """Also run finished jobs again."""
-    any_code: bool = False
-    """Don't repeat jobs that were run by another version of the code."""
+    fresh: bool = False  # Also run finished jobs again.
+    any_code: bool = False  # Don't repeat jobs that were run by another version of the code.
+    # File of hosts for --backend ssh, one per line, such as user@host:22 slots=4 python=/path/of/python.
     hosts: Path | None = None
-    """File of hosts for --backend ssh, one per line, such as user@host:22 slots=4 python=/path/of/python."""
+    # Options of sbatch for --backend slurm, by submitit's names, such as partition=long account=mine.
     slurm: tuple[str, ...] = ()
-    """Options of sbatch for --backend slurm, by submitit's names, such as partition=long account=mine."""
+    # Network interface for gloo on the nodes of ssh and slurm (default: the one through which they reach node 0).
     interface: str | None = None
-    """Network interface for gloo on the nodes of ssh and slurm (default: the one through which they reach node 0)."""
-    workers: int | None = None
-    """Number of single-process jobs at once (default: one per core)."""
-    folder: Path = Path("runs/experiments")
-    """Jobs go to FOLDER/NAME/jobs, the report to FOLDER/NAME/report."""
-    json: bool = False
-    """Print one JSON object; progress goes to standard error."""
+    workers: int | None = None  # Number of single-process jobs at once (default: one per core).
+    folder: Path = Path("runs/experiments")  # Jobs go to FOLDER/NAME/jobs, the report to FOLDER/NAME/report.
+    json: bool = False  # Print one JSON object; progress goes to standard error.
 
     def changes(self) -> Changes:
         """Changes of declared values. Raises ValueError for an invalid option."""
@@ -97,14 +81,8 @@ class RunOptions:
             quantities.bandwidth("--bandwidth", self.bandwidth)
         if self.latency is not None:
             quantities.latency("--latency", self.latency)
-        return Changes(
-            backend=self.backend,
-            nodes=self.nodes,
-            bandwidth=self.bandwidth,
-            latency=self.latency,
-            repetitions=self.repetitions,
-            values=tuple(_read_value(word) for word in self.set),
-        )
+        named = {name: getattr(self, name) for name in ("backend", "nodes", "bandwidth", "latency", "repetitions")}
+        return Changes(**named, values=tuple(map(_read_value, self.set)))
 
 
 def _read_value(word: str) -> tuple[str, Value]:
@@ -126,10 +104,9 @@ def _read_value(word: str) -> tuple[str, Value]:
 class ReportOptions(ShowOptions):
     """Write the report of an experiment: results as JSONL, pictures, and a section of a README between markers."""
 
-    into: Path | None = None
-    """Write to INTO/NAME, such as experiments/results (default: FOLDER/NAME/report)."""
+    into: Path | None = None  # Write to INTO/NAME, such as experiments/results (default: FOLDER/NAME/report).
+    # Read RESULTS/NAME/results.jsonl instead of jobs, and write the report there (or to --into).
     results: Path | None = None
-    """Read RESULTS/NAME/results.jsonl instead of jobs, and write the report there (or to --into)."""
 
 
 def run(argv: Sequence[str]) -> int:

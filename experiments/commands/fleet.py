@@ -31,16 +31,12 @@ from ..fleet.policies import POLICIES, FleetJob, FleetRun, run_fleet
 class FleetOptions:
     """Simulate a fleet of jobs on kinds of devices, by policies that know each job's throughput on each kind."""
 
-    fleet: Annotated[Path, tyro.conf.Positional]
-    """A JSON file of kinds and jobs."""
+    fleet: Annotated[Path, tyro.conf.Positional]  # A JSON file of kinds and jobs.
+    # Some of max-min, finish-time, makespan, cost, deadline, equal (default: all that fit the jobs).
     policies: tuple[str, ...] = ()
-    """Some of max-min, finish-time, makespan, cost, deadline, equal (default: all that fit the jobs)."""
-    round: float = 360.0
-    """Seconds of a round."""
-    restart: float = 0.0
-    """Seconds that a job loses when its devices change."""
-    json: bool = False
-    """Print one JSON object and no table."""
+    round: float = 360.0  # Seconds of a round.
+    restart: float = 0.0  # Seconds that a job loses when its devices change.
+    json: bool = False  # Print one JSON object and no table.
 
 
 def run(argv: Sequence[str]) -> int:

@@ -30,22 +30,15 @@ from ..fleet.prices import Charges, PricedPlan, PriceTrace, cheapest, replay
 class PriceOptions:
     """Replay a table of prices for each plan of a job, and find the plans of least cost by the deadline."""
 
-    prices: Annotated[Path, tyro.conf.Positional]
-    """A CSV file: seconds,kind,price."""
-    plans: Path
-    """A JSON file of plans."""
-    samples: float
-    """Samples to train on."""
-    deadline: float | None = None
-    """Seconds from the first time of the table (default: its end)."""
-    restart: float = 0.0
-    """Seconds from getting devices to the first step."""
+    prices: Annotated[Path, tyro.conf.Positional]  # A CSV file: seconds,kind,price.
+    plans: Path  # A JSON file of plans.
+    samples: float  # Samples to train on.
+    deadline: float | None = None  # Seconds from the first time of the table (default: its end).
+    restart: float = 0.0  # Seconds from getting devices to the first step.
+    # Seconds between two checkpoints (default: none, so that losing the devices loses everything).
     checkpoint_every: float = 0.0
-    """Seconds between two checkpoints (default: none, so that losing the devices loses everything)."""
-    checkpoint: float = 0.0
-    """Seconds of a checkpoint."""
-    json: bool = False
-    """Print one JSON object and no table."""
+    checkpoint: float = 0.0  # Seconds of a checkpoint.
+    json: bool = False  # Print one JSON object and no table.
 
 
 def run(argv: Sequence[str]) -> int:

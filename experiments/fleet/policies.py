@@ -42,25 +42,16 @@ _SLACK = 1e-7  # relative loss of the first program's result that the second one
 class FleetJob:
     """A training job.
 
-    Arguments:
-        name: as shown.
-        throughputs: by kind of device, of all its devices together [samples/s]; 0: does not run there.
-        samples: to train on in total.
-        devices: used at once, all of one kind.
-        weight: relative to the other jobs.
-        arrival: time of its arrival [s].
-        deadline: latest time of its end [s]; None: no limit.
-
     Raises ValueError for invalid figures, and for a job that runs nowhere.
     """
 
     name: str
-    throughputs: tuple[float, ...]
-    samples: float
-    devices: int = 1
-    weight: float = 1.0
-    arrival: float = 0.0
-    deadline: float | None = None
+    throughputs: tuple[float, ...]  # by kind of device, of all its devices together [samples/s]; 0: does not run there
+    samples: float  # to train on in total
+    devices: int = 1  # used at once, all of one kind
+    weight: float = 1.0  # relative to the other jobs
+    arrival: float = 0.0  # time of its arrival [s]
+    deadline: float | None = None  # latest time of its end [s]; None: no limit
 
     def __post_init__(self) -> None:
         where = f"job {printable('job', self.name)!r}"
@@ -215,18 +206,12 @@ class Shares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetRun:
-    """Result of a fleet.
-
-    Arguments:
-        completions: by job, the time of its end [s].
-        rounds: their number.
-        cost: of the devices in use [money].
-    """
+    """Result of a fleet."""
 
     jobs: tuple[FleetJob, ...]
-    completions: tuple[float, ...]
+    completions: tuple[float, ...]  # by job, the time of its end [s]
     rounds: int
-    cost: float
+    cost: float  # of the devices in use [money]
 
     @property
     def makespan(self) -> float:

@@ -95,22 +95,13 @@ def _number(where: str, text: str) -> float:
 
 
 class PricedRun(NamedTuple):
-    """A job through a trace.
+    """A job through a trace."""
 
-    Arguments:
-        used: by part of the trace, the plan's name; None: it waits.
-        cost: [money].
-        seconds: until its end; None: not done by the trace's end or the deadline.
-        samples: made and kept.
-        lost: samples made and lost.
-        restarts: their number.
-    """
-
-    used: tuple[str | None, ...]
-    cost: float
-    seconds: float | None
-    samples: float
-    lost: float
+    used: tuple[str | None, ...]  # by part of the trace, the plan's name; None: it waits
+    cost: float  # [money]
+    seconds: float | None  # until its end; None: not done by the trace's end or the deadline
+    samples: float  # made and kept
+    lost: float  # samples made and lost
     restarts: int
 
 
@@ -140,14 +131,9 @@ class Charges:
 
 
 class _Way(NamedTuple):
-    """State of a job between two parts of a trace: a plan runs since `begun`, with `sure` samples at that time.
+    """State of a job between two parts of a trace: a plan runs since `begun`, with `sure` samples at that time."""
 
-    Arguments:
-        before: the state before the previous part.
-        done: time at which all samples are made; None: not yet.
-    """
-
-    before: _Way | None = None
+    before: _Way | None = None  # the state before the previous part
     running: PricedPlan | None = None
     begun: float = 0.0
     sure: float = 0.0
@@ -155,7 +141,7 @@ class _Way(NamedTuple):
     cost: float = 0.0
     lost: float = 0.0
     restarts: int = 0
-    done: float | None = None
+    done: float | None = None  # time at which all samples are made; None: not yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

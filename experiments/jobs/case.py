@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...partition import quantities
 from ...partition.strict import count, fail, number
@@ -139,13 +139,8 @@ def nodes_of(case: Case) -> Nodes:
         fail(
             f"case {case}: sites", sites, f"the site of each of its {nodes} nodes, in a list of its own: [[0, 0, 1, 1]]"
         )
-    shape = Shape(
-        bandwidth=case.bandwidth("bandwidth") if "bandwidth" in case else None,
-        latency=case.seconds("latency") if "latency" in case else 0.0,
-        sites=sites,
-        site_latency=case.seconds("site_latency") if "site_latency" in case else 0.0,
-        site_bandwidth=case.bandwidth("site_bandwidth") if "site_bandwidth" in case else None,
-    )
-    if "cpu_share" in case:
-        shape = replace(shape, cpu_share=case.number("cpu_share"))
-    return Nodes(num_nodes=nodes, ranks_per_node=ranks // nodes, shape=shape)
+    bandwidths, latencies = ("bandwidth", "site_bandwidth"), ("latency", "site_latency")
+    read = dict.fromkeys(bandwidths, case.bandwidth) | dict.fromkeys(latencies, case.seconds)
+    given = {key: of(key) for key, of in read.items() if key in case}
+    share = case.number("cpu_share") if "cpu_share" in case else None
+    return Nodes(num_nodes=nodes, ranks_per_node=ranks // nodes, shape=Shape(sites=sites, cpu_share=share, **given))

@@ -41,51 +41,31 @@ _KEY_FIELDS = ("rows", "columns", "x", "lines", "panels", "where")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Cases with one kind of work.
+    """Cases with one kind of work."""
 
-    Arguments:
-        name: unique in the experiment.
-        work: "package.module:function" or "file.py:function".
-        on_ranks: whether the function runs on all ranks of a back end, or in one process.
-        cases: at least one, no two equal.
-        figures: names of all figures of the work; empty: not declared.
-        repetitions: passed to the work.
-        timeout: of a job [s].
-        together: keys; cases with equal values of these are one job. None: in one process each case is a job; on ranks
-            all cases that need the same nodes are one.
-        backend: its name.
-        environment: additional variables of its processes.
-    """
-
-    name: str
-    work: str
-    on_ranks: bool
-    cases: tuple[Case, ...]
-    figures: tuple[str, ...] = ()
-    repetitions: int = 1
-    timeout: float = 600.0
+    name: str  # unique in the experiment
+    work: str  # "package.module:function" or "file.py:function"
+    on_ranks: bool  # whether the function runs on all ranks of a back end, or in one process
+    cases: tuple[Case, ...]  # at least one, no two equal
+    figures: tuple[str, ...] = ()  # names of all figures of the work; empty: not declared
+    repetitions: int = 1  # passed to the work
+    timeout: float = 600.0  # of a job [s]
+    # keys; cases with equal values of these are one job. None: in one process each case is a job; on ranks all cases
+    # that need the same nodes are one.
     together: tuple[str, ...] | None = None
     backend: str = "local"
-    environment: tuple[tuple[str, str], ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()  # additional variables of its processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """An experiment.
+    """An experiment."""
 
-    Arguments:
-        name: the file's, without ".toml".
-        typed: as for `stagewright experiment`: the name, or "NAME.toml" for the user's own file.
-        question: in one line.
-        parts: at least one.
-        layout: of the report.
-    """
-
-    name: str
-    question: str
-    parts: tuple[Part, ...]
+    name: str  # the file's, without ".toml"
+    question: str  # in one line
+    parts: tuple[Part, ...]  # at least one
     layout: Layout
-    typed: str
+    typed: str  # as for `stagewright experiment`: the name, or "NAME.toml" for the user's own file
 
     @classmethod
     def load(cls, path: Path) -> Declaration:

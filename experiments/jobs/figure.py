@@ -80,28 +80,19 @@ class Target:
 class Figure:
     """One number.
 
-    Arguments:
-        case: the job's case, or `case.also(...)`.
-        name: such as "bubble"; the same for each origin, so that a table shows them together.
-        value: finite. On a machine with other work, a ratio of sides that ran in turn within one repetition.
-        unit: such as "s", "ratio", "fraction", "bytes", "error" (of a prediction, as a share of the measured value);
-            determines its format.
-        how: its origin.
-        repetition: 0, 1, ...; 0 for deterministic figures.
-        note: such as the chosen plan.
-        target: None for a figure that is only reported.
-
     Raises ValueError for a value that is not a finite number.
     """
 
-    case: Case
-    name: str
-    value: float
+    case: Case  # the job's case, or `case.also(...)`
+    name: str  # such as "bubble"; the same for each origin, so that a table shows them together
+    value: float  # finite. On a machine with other work, a ratio of sides that ran in turn within one repetition.
+    # such as "s", "ratio", "fraction", "bytes", "error" (of a prediction, as a share of the measured value); determines
+    # its format
     unit: str
     how: How
-    repetition: int = 0
-    note: str = ""
-    target: Target | None = None
+    repetition: int = 0  # 0, 1, ...; 0 for deterministic figures
+    note: str = ""  # such as the chosen plan
+    target: Target | None = None  # None for a figure that is only reported
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):
@@ -130,22 +121,15 @@ class Figure:
         value = record.take("value", "a number")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{record.at('value')}: {value!r}: expected a number")
-        repetition = record.take("repetition", "a whole number", default=0)
-        if type(repetition) is not int or repetition < 0:
-            raise ValueError(f"{record.at('repetition')}: {repetition!r}: expected a whole number of at least 0")
         target = record.optional_object("target")
-        figure = cls(
-            case=Case.of(case),
-            name=record.text("name"),
-            value=value,
-            unit=record.text("unit"),
-            how=How(record.text("how", choices=list(How))),
-            repetition=repetition,
-            note=record.text("note", default=""),
-            target=None if target is None else Target.of(target),
-        )
-        record.done()
-        return figure
+        given = {
+            "case": Case.of(case),
+            "value": value,
+            "how": How(record.text("how", choices=list(How))),
+            "repetition": record.whole("repetition", default=0),
+            "target": None if target is None else Target.of(target),
+        }
+        return record.made(cls, given)
 
 
 def repeated(values: Iterable[float], **figure: Any) -> Iterator[Figure]:
@@ -160,15 +144,11 @@ def write_figures(path: Path, figures: Iterable[Figure]) -> None:
 
 def read_figures(path: Path) -> list[Figure]:
     """Figures of a file. Raises ValueError that names the file and an unreadable line."""
-    lines = _read(path).splitlines()
-    return [Figure.from_json(line, source=f"{path}, line {at}") for at, line in enumerate(lines, 1) if line.strip()]
-
-
-def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}: expected a file of figures") from None
+    return [Figure.from_json(line, source=f"{path}, line {at}") for at, line in enumerate(lines, 1) if line.strip()]
 
 
 def how_made(figures: Iterable[Figure]) -> str:

@@ -32,21 +32,13 @@ _LONGEST_NAME = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Cases of one part that run as one.
+    """Cases of one part that run as one."""
 
-    Arguments:
-        name: of its folder; from part and cases.
-        part: with its work.
-        cases: in the order of the declaration.
-        nodes: that a back end must provide; None: runs in one process.
-        changed: changes of the declaration by the command line, "backend=netns nodes=4".
-    """
-
-    name: str
+    name: str  # of its folder; from part and cases
     part: Part
-    cases: tuple[Case, ...]
-    nodes: Nodes | None
-    changed: str = ""
+    cases: tuple[Case, ...]  # in the order of the declaration
+    nodes: Nodes | None  # that a back end must provide; None: runs in one process
+    changed: str = ""  # changes of the declaration by the command line, "backend=netns nodes=4"
 
     @property
     def config(self) -> dict[str, object]:
@@ -67,21 +59,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """Values of the command line that replace declared ones; None: as declared.
+    """Values of the command line that replace declared ones; None: as declared."""
 
-    Arguments:
-        backend: of all parts on ranks.
-        nodes, bandwidth, latency: of all their cases.
-        repetitions: of all parts.
-        values: of keys of all cases, declared or additional.
-    """
-
-    backend: str | None = None
-    nodes: int | None = None
-    bandwidth: str | None = None
-    latency: str | None = None
-    repetitions: int | None = None
-    values: tuple[tuple[str, Value], ...] = ()
+    backend: str | None = None  # of all parts on ranks
+    nodes: int | None = None  # of all their cases
+    bandwidth: str | None = None  # likewise
+    latency: str | None = None  # likewise
+    repetitions: int | None = None  # of all parts
+    values: tuple[tuple[str, Value], ...] = ()  # of keys of all cases, declared or additional
 
     def applied_to(self, part: Part) -> Part:
         if self.repetitions is not None:
@@ -191,25 +176,15 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """State of a job.
+    """State of a job."""
 
-    Arguments:
-        state: "running" without a running process: it was interrupted.
-        code: version of the code that it ran with.
-        machine: that it ran on, as shown.
-        started: [s] since the epoch.
-        seconds: its duration; None before its end.
-        reason: why it is not done, or how it differs from the request; one or several lines.
-        commands: of each node, as they could be typed there.
-    """
-
-    state: State = State.PENDING
-    code: str = ""
-    machine: str = ""
-    started: float | None = None
-    seconds: float | None = None
-    reason: str = ""
-    commands: tuple[str, ...] = ()
+    state: State = State.PENDING  # "running" without a running process: it was interrupted
+    code: str = ""  # version of the code that it ran with
+    machine: str = ""  # that it ran on, as shown
+    started: float | None = None  # [s] since the epoch
+    seconds: float | None = None  # its duration; None before its end
+    reason: str = ""  # why it is not done, or how it differs from the request; one or several lines
+    commands: tuple[str, ...] = ()  # of each node, as they could be typed there
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

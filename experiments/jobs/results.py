@@ -22,23 +22,14 @@ FIGURES_FILE, ORIGIN_FILE = "results.jsonl", "origin.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Conditions of the figures, each value once.
+    """Conditions of the figures, each value once."""
 
-    Arguments:
-        codes: versions of the code.
-        machines: processor and cores, without host names.
-        days: on which jobs began, YYYY-MM-DD.
-        changes: changes of the declaration by command lines.
-        missing: jobs without figures, and why.
-        num_jobs: number of jobs with figures.
-    """
-
-    codes: tuple[str, ...]
-    machines: tuple[str, ...]
-    days: tuple[str, ...]
-    changes: tuple[str, ...]
-    missing: tuple[str, ...]
-    num_jobs: int
+    codes: tuple[str, ...]  # versions of the code
+    machines: tuple[str, ...]  # processor and cores, without host names
+    days: tuple[str, ...]  # on which jobs began, YYYY-MM-DD
+    changes: tuple[str, ...]  # changes of the declaration by command lines
+    missing: tuple[str, ...]  # jobs without figures, and why
+    num_jobs: int  # number of jobs with figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,8 +91,8 @@ def read_layout(record: Fields | None, *, folder: Path) -> Layout:
         return Layout()
     findings, pictures = record.optional_text("findings"), record.optional_text("pictures")
     layout = Layout(
-        tables=tuple(map(_table, _objects(record, "tables"))),
-        plots=tuple(map(_plot, _objects(record, "plots"))),
+        tables=tuple(map(_table, record.objects("tables", default=[]))),
+        plots=tuple(map(_plot, record.objects("plots", default=[]))),
         findings=None if findings is None else function_name(record.at("findings"), findings, folder),
         pictures=None if pictures is None else function_name(record.at("pictures"), pictures, folder),
         keys=names(record, "keys", needed=False),
@@ -122,10 +122,6 @@ def _where(record: Fields) -> Where:
     if not isinstance(given, dict):
         fail(record.at("where"), given, "a table of case keys and values")
     return {key: values if isinstance(values, list) else [values] for key, values in given.items()}
-
-
-def _objects(record: Fields, key: str) -> list[Fields]:
-    return [Fields(value, where=f"{record.at(key)}[{i}]") for i, value in enumerate(record.items(key, default=[]))]
 
 
 def names(record: Fields, key: str, *, needed: bool = True) -> tuple[str, ...]:
@@ -169,13 +165,7 @@ class Cell:
 def cells(
     figures: Iterable[Figure], *, names: Sequence[str], keys: Sequence[str], where: Where, what: str
 ) -> list[Cell]:
-    """Cells in the order of their first figures.
-
-    Arguments:
-        names: of the figures.
-        keys: that distinguish cells.
-        where: selects cases.
-        what: the table or plot, for errors.
+    """Cells, which `keys` distinguish, in the order of their first figures; `what`: the table or plot, for errors.
 
     Raises ValueError if several cases would share a cell, or if one figure has several units.
     """

@@ -30,26 +30,18 @@ _SEED = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One model under one schedule.
+    """One model under one schedule."""
 
-    Arguments:
-        model: "tiny": a linear layer of width 8, almost no compute; "sleep": P can exceed the number of cores;
-            "gpt": the example GPT, with its optimizer.
-        num_ranks: P; every rank is a process with one thread.
-        num_microbatches: M.
-        num_chunks: V.
-        forward, backward: of one stage action, if the stages sleep [s].
-        warmup: of 2bw.
-    """
-
+    # "tiny": a linear layer of width 8, almost no compute; "sleep": P can exceed the number of cores; "gpt": the
+    # example GPT, with its optimizer
     model: str
     schedule: str
-    num_ranks: int
-    num_microbatches: int
-    num_chunks: int = 1
-    forward: float = 0.0
-    backward: float = 0.0
-    warmup: str = "plain"
+    num_ranks: int  # P; every rank is a process with one thread
+    num_microbatches: int  # M
+    num_chunks: int = 1  # V
+    forward: float = 0.0  # of one stage action, if the stages sleep [s]
+    backward: float = 0.0  # likewise
+    warmup: str = "plain"  # of 2bw
 
     @classmethod
     def of(cls, case: Case, **others: Any) -> Workload:
@@ -83,17 +75,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A batch with its loss and optimizer.
+    """A batch with its loss and optimizer."""
 
-    Arguments:
-        inputs, target: one whole batch.
-        loss_fn: (output, target) -> mean.
-        optimizer: parameters -> optimizer; None: a step ends with the last backward.
-    """
-
-    inputs: Tensor
-    target: Tensor
-    loss_fn: Callable[[Any, Any], Tensor]
+    inputs: Tensor  # one whole batch
+    target: Tensor  # likewise
+    loss_fn: Callable[[Any, Any], Tensor]  # (output, target) -> mean
+    # parameters -> optimizer; None: a step ends with the last backward
     optimizer: Callable[[Any], torch.optim.Optimizer] | None
 
 

@@ -90,12 +90,9 @@ def off(predicted: float, measured: Sequence[float], *, note: str = "", **figure
 def foretold(
     seconds: Mapping[str, Sequence[float]], predicted: Mapping[str, float], *, case: Case, what: str, slack: float
 ) -> Iterator[Figure]:
-    """An emulated saving next to the simulated one, and the simulator's error for each side.
+    """An emulated saving next to the simulated one, and the simulator's error for each side, the one that saves first.
 
     Arguments:
-        seconds: by side, those of each repetition; first the side that saves, then the other.
-        predicted: by side, the simulator's seconds.
-        case: what is shown with the figures.
         what: what the sides differ in, such as "sums".
         slack: times the simulated ratio that the measured one may take.
     """
@@ -123,13 +120,8 @@ def foretold(
 def in_turn(
     name: str, sides: Mapping[str, Callable[[], float]], *, repetitions: int, after: Callable[[], None] | None = None
 ) -> dict[str, list[float]]:
-    """[repetitions] seconds of each side, run in turn, so that a disturbance affects all of them.
-
-    Arguments:
-        name: of the comparison.
-        sides: by name, a function that runs one repetition and returns its seconds.
-        after: called after each repetition of all sides.
-    """
+    """[repetitions] seconds of each side, run in turn, so that a disturbance affects all of them; `after` is called
+    after each repetition of all sides."""
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for repetition in range(repetitions):
         for side, run in sides.items():

@@ -208,10 +208,7 @@ def _start_model(name: str) -> nn.Module:
 def _bare_step(problem: StagesProblem, num_microbatches: int) -> None:
     """The minimum of autograd calls for the stages of a pipeline: each has its own leaf, graph and backward."""
     last = len(problem.stages) - 1
-    inputs, targets = (
-        problem.inputs.tensor_split(num_microbatches),
-        problem.target.tensor_split(num_microbatches),
-    )
+    inputs, targets = (each.tensor_split(num_microbatches) for each in (problem.inputs, problem.target))
     for x, target in zip(inputs, targets, strict=True):
         leaves, outputs = [], []
         for s, stage in enumerate(problem.stages):

@@ -46,23 +46,16 @@ MIN_REPETITIONS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A line of the report: the repetitions of one figure.
-
-    Arguments:
-        case, workload: the case, and what it ran.
-        what: name of the value.
-        origin: "simulated / measured" for a prediction.
-        note: the times of a ratio.
-    """
+    """A line of the report: the repetitions of one figure."""
 
     case: str
-    workload: str
-    what: str
+    workload: str  # what the case ran
+    what: str  # name of the value
     unit: str
     value: Spread
     target: Target | None
-    origin: str
-    note: str
+    origin: str  # "simulated / measured" for a prediction
+    note: str  # the times of a ratio
 
     @classmethod
     def of(cls, figures: Sequence[Figure], note: str = "") -> Line:

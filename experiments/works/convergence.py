@@ -38,42 +38,32 @@ _CURVE_SHARE = 4  # a curve uses every fourth validation batch
 class Setting:
     """A run's setting.
 
-    Arguments:
-        schedule: of SCHEDULES; pipedream and paci update after each batch of `sequences`, in `update_every` parts.
-        ranks: P.
-        optimizer: adamw; nadam; muon: Muon for the matrices of the blocks, AdamW for the rest.
-        correction, factor: of the delay; lambda of a stage is factor x its delay. Under 1f1b, as a control, as if the
-            delay were one.
-        rate: peak rate; momentum: of Muon, or AdamW's first one (0: the optimizer's usual).
-        ends: AdamW's rate over Muon's.
-        warmup: share of the steps in which the rate rises.
-        flush_first: number of first updates with a flush (`PipelineModule(flush_first=)`), corrected by lambda 1 if the
-            others are corrected.
-        total_updates: of the weights, each after `sequences` of `length` bytes.
-        windows: validation sequences after the last update; a quarter of them every `evaluate_every` updates.
-
     Raises ValueError for invalid values.
     """
 
-    schedule: str
-    ranks: int = 2
+    schedule: str  # of SCHEDULES; pipedream and paci update after each batch of `sequences`, in `update_every` parts
+    ranks: int = 2  # P
     update_every: int = 1
-    optimizer: str = "adamw"
+    optimizer: str = "adamw"  # adamw; nadam; muon: Muon for the matrices of the blocks, AdamW for the rest
+    # correction, factor: of the delay; lambda of a stage is factor x its delay. Under 1f1b, as a control, as if the
+    # delay were one.
     correction: str = NONE
     factor: float = 1.0
-    rate: float = 2e-3
-    momentum: float = 0.0
-    ends: float = 1.0
-    warmup: float = 0.1
+    rate: float = 2e-3  # peak rate
+    momentum: float = 0.0  # of Muon, or AdamW's first one (0: the optimizer's usual)
+    ends: float = 1.0  # AdamW's rate over Muon's
+    warmup: float = 0.1  # share of the steps in which the rate rises
     seed: int = 0
+    # number of first updates with a flush (`PipelineModule(flush_first=)`), corrected by lambda 1 if the others are
+    # corrected
     flush_first: int = 0
-    total_updates: int = 500
+    total_updates: int = 500  # of the weights, each after `sequences` of `length` bytes
     sequences: int = 16
     length: int = 64
     layers: int = 4
     width: int = 128
     evaluate_every: int = 50
-    windows: int = 512
+    windows: int = 512  # validation sequences after the last update; a quarter of them every `evaluate_every` updates
 
     def __post_init__(self) -> None:
         for name, known in (("schedule", SCHEDULES), ("optimizer", OPTIMIZERS), ("correction", CORRECTIONS)):

@@ -23,16 +23,11 @@ _DEFAULTS: dict[str, Value] = {"schedule": FLUSH, "ranks": 2, "optimizer": "adam
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodRuns:
-    """All runs of one method.
+    """All runs of one method."""
 
-    Arguments:
-        method: the case without its rate and seed.
-        finals: final losses [nats] by rate, then by seed.
-        curves: validation losses by rate, then by seed, then by the number of updates.
-    """
-
-    method: Case
-    finals: Mapping[float, Mapping[int, float]]
+    method: Case  # the case without its rate and seed
+    finals: Mapping[float, Mapping[int, float]]  # final losses [nats] by rate, then by seed
+    # validation losses by rate, then by seed, then by the number of updates
     curves: Mapping[float, Mapping[int, Mapping[int, float]]]
 
     @property

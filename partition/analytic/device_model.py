@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,38 +207,37 @@ def _sxm(
     gigabytes_a_second: float,
     gigabytes: float,
     nvlink: float,
+    **reached: float,
 ) -> DeviceModel:
     """Data-sheet units to ours; NVLink is sold as both directions together."""
+    usual = {
+        "matrix_efficiency": 0.664,
+        "wave_outputs": multiprocessors * TILE,
+        "link_efficiency": NVLINK_EFFICIENCY,
+    }
     return DeviceModel(
         name=name,
         peak_flops=teraflops * 1e12,
         memory_bandwidth=gigabytes_a_second * 1e9,
         memory_bytes=gigabytes * 1e9,
         link_bandwidth=nvlink * 1e9 / 2,
-        matrix_efficiency=0.664,
-        wave_outputs=multiprocessors * TILE,
-        link_efficiency=NVLINK_EFFICIENCY,
+        **usual | reached,
     )
 
 
-def _hopper(name: str, *, gigabytes_a_second: float, gigabytes: float, fp8_efficiency: float) -> DeviceModel:
-    return replace(
-        _sxm(
-            name,
-            multiprocessors=132,
-            teraflops=989.4,
-            gigabytes_a_second=gigabytes_a_second,
-            gigabytes=gigabytes,
-            nvlink=900,
-        ),
-        matrix_efficiency=0.7,
-        wave_outputs=132 * LARGE_TILE,
-        link_efficiency=0.81,
-        memory_efficiency=0.9,
-        network_efficiency=0.92,
-        fp8_flops=2 * 989.4e12,
-        fp8_efficiency=fp8_efficiency,
-    )
+_a100 = partial(_sxm, multiprocessors=108, teraflops=312, nvlink=600)
+_hopper = partial(
+    _sxm,
+    multiprocessors=132,
+    teraflops=989.4,
+    nvlink=900,
+    matrix_efficiency=0.7,
+    wave_outputs=132 * LARGE_TILE,
+    link_efficiency=0.81,
+    memory_efficiency=0.9,
+    network_efficiency=0.92,
+    fp8_flops=2 * 989.4e12,
+)
 
 
 def _blackwell(
@@ -253,15 +253,13 @@ def _blackwell(
 ) -> DeviceModel:
     """`watts_more`: its power limit over that of the device of which `matrix_efficiency` is."""
     a_clock = fp4_teraflops / (4 * teraflops)  # work of a 4-bit product, over that of one in 16
-    return replace(
-        _sxm(
-            name,
-            multiprocessors=multiprocessors,
-            teraflops=teraflops,
-            gigabytes_a_second=8000,
-            gigabytes=gigabytes,
-            nvlink=1800,
-        ),
+    return _sxm(
+        name,
+        multiprocessors=multiprocessors,
+        teraflops=teraflops,
+        gigabytes_a_second=8000,
+        gigabytes=gigabytes,
+        nvlink=1800,
         matrix_efficiency=round(matrix_efficiency * watts_more ** (1 / 3), 3),
         wave_outputs=multiprocessors * LARGE_TILE,
         link_efficiency=0.75,
@@ -284,16 +282,18 @@ _OF_A_RACK: dict[str, Any] = {
 PRESETS = (
     _sxm("V100-16GB", multiprocessors=80, teraflops=125, gigabytes_a_second=900, gigabytes=16, nvlink=300),
     _sxm("V100-32GB", multiprocessors=80, teraflops=125, gigabytes_a_second=900, gigabytes=32, nvlink=300),
-    _sxm("A100-40GB", multiprocessors=108, teraflops=312, gigabytes_a_second=1555, gigabytes=40, nvlink=600),
-    _sxm("A100-80GB", multiprocessors=108, teraflops=312, gigabytes_a_second=2039, gigabytes=80, nvlink=600),
+    _a100("A100-40GB", gigabytes_a_second=1555, gigabytes=40),
+    _a100("A100-80GB", gigabytes_a_second=2039, gigabytes=80),
     _hopper("H100-80GB", gigabytes_a_second=3350, gigabytes=80, fp8_efficiency=0.883),
     _hopper("H200-141GB", gigabytes_a_second=4800, gigabytes=141, fp8_efficiency=0.914),
     _blackwell("B200-180GB", gigabytes=180, fp4_teraflops=9000, fp8_efficiency=0.983, **_OF_EIGHT),
     _blackwell("B300-288GB", gigabytes=288, fp4_teraflops=13500, fp8_efficiency=0.948, **_OF_EIGHT),
     _blackwell("GB200-186GB", gigabytes=186, fp4_teraflops=10000, **_OF_A_RACK),
     _blackwell("GB300-288GB", gigabytes=288, fp4_teraflops=15000, watts_more=1400 / 1200, **_OF_A_RACK),
-    replace(
-        _sxm("DGX-A100", multiprocessors=108, teraflops=312, gigabytes_a_second=2039, gigabytes=80, nvlink=600),
+    _a100(
+        "DGX-A100",
+        gigabytes_a_second=2039,
+        gigabytes=80,
         matrix_efficiency=0.841,
         wave_outputs=6.68e6,
         link_efficiency=0.758,

@@ -49,29 +49,21 @@ class Window:
 
 @dataclass(slots=True, eq=False)
 class Computation:
-    """An operation of a constructor.
-
-    Arguments:
-        args: with a Read or Written in the place of each deferred tensor.
-        default_dtype: torch's, at that time.
-        bases: by slot of what is written in place, the Value before; None: all of it is overwritten.
-        made: by slot of a new tensor, its place among the results, and its window.
-        state: of the generator that is drawn from.
-        is_skipped: nothing was drawn, and there is no state.
-        is_read: its result is a file's memory, which no one may keep or write to.
-    """
+    """An operation of a constructor."""
 
     function: Callable[..., Any]
-    args: Sequence[Any]
+    args: Sequence[Any]  # with a Read or Written in the place of each deferred tensor
     kwargs: Mapping[str, Any]
     device: torch.device
-    default_dtype: torch.dtype
+    default_dtype: torch.dtype  # torch's, at that time
+    # by slot of what is written in place, the Value before; None: all of it is overwritten
     bases: dict[int, Value | None] = field(default_factory=dict)
+    # by slot of a new tensor, its place among the results, and its window
     made: dict[int, tuple[int, Window]] = field(default_factory=dict)
     num_bytes: dict[int, int] = field(default_factory=dict)
-    state: torch.Tensor | None = None
-    is_skipped: bool = False
-    is_read: bool = False
+    state: torch.Tensor | None = None  # of the generator that is drawn from
+    is_skipped: bool = False  # nothing was drawn, and there is no state
+    is_read: bool = False  # its result is a file's memory, which no one may keep or write to
 
     def needs(self) -> list[Value]:
         """Each Value that it reads, or writes a part of, once."""

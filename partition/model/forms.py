@@ -48,17 +48,13 @@ class Form:
 
     Equal for values that differ in their tensors alone; 1, 1.0 and True are different constants.
 
-    Arguments:
-        spec: of the leaves.
-        constants: leaves that are no tensors, by position.
-
     >>> form, flat = Form.of({"x": torch.ones(2), "flag": True})
     >>> len(flat), form.assemble([3])
     (1, {'x': 3, 'flag': True})
     """
 
-    spec: pytree.TreeSpec
-    constants: Mapping[int, object]
+    spec: pytree.TreeSpec  # of the leaves
+    constants: Mapping[int, object]  # leaves that are no tensors, by position
     _key: tuple[object, ...] = field(init=False, repr=False)
     _hash: int = field(init=False, repr=False)  # asked for with each microbatch
 
@@ -126,17 +122,11 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Arguments of a call: `call(f)` is f(*args, **kwargs).
+    """Arguments of a call: `call(f)` is f(*args, **kwargs)."""
 
-    Arguments:
-        form: of (args, kwargs), the keywords in alphabetical order.
-        tensors: flat.
-        dims: dimension of each that is the batch; None: all microbatches share the tensor.
-    """
-
-    form: Form
-    tensors: Tensors
-    dims: tuple[int | None, ...]
+    form: Form  # of (args, kwargs), the keywords in alphabetical order
+    tensors: Tensors  # flat
+    dims: tuple[int | None, ...]  # dimension of each that is the batch; None: all microbatches share the tensor
 
     @classmethod
     def of(cls, args: Sequence[object], kwargs: Mapping[str, object] = _NOTHING) -> Arguments:

@@ -59,23 +59,17 @@ def keep_less(name: str, module: nn.Module, root: nn.Module, *, what: str) -> No
 
 
 class _Again(NamedTuple):
-    """A record that replaces a saved tensor: how it was made, and which view of the result it is.
-
-    Arguments:
-        source: as the saved tensors around keep it.
-        stride, version, memory: of the source.
-        autocast: arguments of torch.autocast.
-        values: made already, where the source has been handed out since.
-    """
+    """A record that replaces a saved tensor: how it was made, and which view of the result it is."""
 
     run: Callable[[Tensor], Tensor]
-    source: Any
+    source: Any  # as the saved tensors around keep it
+    # stride, version, memory: of the source
     stride: tuple[int, ...]
     version: int
     memory: object
-    autocast: dict[str, Any]
+    autocast: dict[str, Any]  # arguments of torch.autocast
     view: tuple[torch.Size, tuple[int, ...], int]
-    values: list[Tensor]
+    values: list[Tensor]  # made already, where the source has been handed out since
 
     def made(self, unpack: Callable[[Any], Tensor]) -> Tensor:
         if self.values:

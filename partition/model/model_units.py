@@ -21,11 +21,10 @@ from .modes import OWN_HOOKS, changing_hook, evaluating, no_collection, quiet_fa
 from .recorded.calls import Record, UnitCall
 from .recorded.flow import Flow, stages_like
 from .recorded.guards import Guards
-from .recorded.intercept import Announcer, listening
+from .recorded.intercept import Announcer, Roles, has_parts, is_compiled, listening, roles_of
 from .recorded.program import RecordedPiece
 from .recorded.recorder import ForwardRecorder
 from .recorded.refusals import RefusedError
-from .recorded.which import Roles, has_parts, is_compiled, roles_of
 from .recorded.words import Words, digest, in_canonical_order
 from .source_line import first_line, module_at, users_line
 from .units import Agree, Cut, EnterUnit, ModelUnits, Step, Unit

@@ -69,17 +69,12 @@ class Unit:
     """A piece of a model that is not cut further.
 
     Children of an nn.Sequential; calls of modules with the recorded code around them.
-
-    Arguments:
-        name: unique in the model; "#2" where a module runs again.
-        description: for people.
-        first, last: its place in the model's order (children or calls), both included.
     """
 
-    name: str
-    description: str
-    first: int
-    last: int
+    name: str  # unique in the model; "#2" where a module runs again
+    description: str  # for people
+    first: int  # its place in the model's order (children or calls)
+    last: int  # included
 
     @property
     def size(self) -> int:
@@ -90,29 +85,20 @@ class Unit:
 class StageModule:
     """One stage in one mode (training or evaluation), complete.
 
-    Arguments:
-        name: the units in it, for people.
-        end: what makes its outputs, for errors.
-        module: called with flat tensors.
-        inputs: where each comes from.
-        num_outputs: tensors that it returns.
-        form: of what it returns; None: a tuple of tensors, as recorded code does.
-        clone_inputs: whether it changes an input in place: it then gets copies, since the input belongs to the stage
-            before, or to the user.
-        clone_outputs: which of its flat outputs are memory of its buffers, which the next forward may change: copies
-            of them travel.
-
     Attributes:
         model_slots: the model's inputs among `inputs`.
     """
 
-    name: str
-    end: str
-    module: nn.Module
-    inputs: tuple[ValueRef, ...]
-    num_outputs: int
-    form: Form | None
+    name: str  # the units in it, for people
+    end: str  # what makes its outputs, for errors
+    module: nn.Module  # called with flat tensors
+    inputs: tuple[ValueRef, ...]  # where each comes from
+    num_outputs: int  # tensors that it returns
+    form: Form | None  # of what it returns; None: a tuple of tensors, as recorded code does
+    # whether it changes an input in place: it then gets copies, since the input belongs to the stage before, or to the
+    # user
     clone_inputs: bool
+    # which of its flat outputs are memory of its buffers, which the next forward may change: copies of them travel
     clone_outputs: frozenset[int]
     model_slots: tuple[int, ...] = field(init=False)
 
@@ -184,30 +170,23 @@ class ModelGuards(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A model cut into stages, in one mode.
+    """A model cut into stages, in one mode."""
 
-    Arguments:
-        pieces: one per stage.
-        output_form: how the flat outputs of the last stage make the model's output; None: as it returned them.
-        evaluation: makes the same cut of the model in evaluation mode, for arguments like these.
-        entering: within, a copy of the whole model, called once, reports its units as the stages do.
-        again: makes the same cut for arguments of other shapes.
-        together: units of which the second takes what the first passes outside its arguments.
-        written_inputs: numbers of those that its code changes in place, as far as the record shows.
-        left: where the model has left tensors besides its output, which stages may not do.
-        guards: of what the pieces have taken from the model: where it is another, they are made again.
-        digest: of the calls that the pieces make: equal in processes whose pieces fit together.
-    """
-
-    pieces: tuple[StageUnits, ...]
+    pieces: tuple[StageUnits, ...]  # one per stage
+    # how the flat outputs of the last stage make the model's output; None: as it returned them
     output_form: Form | None
+    # makes the same cut of the model in evaluation mode, for arguments like these
     evaluation: Callable[[Arguments], Cut]
-    entering: Entering
-    again: Callable[[Arguments], Cut]
-    together: Together = ()
+    entering: Entering  # within, a copy of the whole model, called once, reports its units as the stages do
+    again: Callable[[Arguments], Cut]  # makes the same cut for arguments of other shapes
+    together: Together = ()  # units of which the second takes what the first passes outside its arguments
+    # numbers of those that its code changes in place, as far as the record shows
     written_inputs: frozenset[int] = frozenset()
+    # where the model has left tensors besides its output, which stages may not do
     left: Places = field(default_factory=list)
+    # of what the pieces have taken from the model: where it is another, they are made again
     guards: ModelGuards | None = None
+    # of the calls that the pieces make: equal in processes whose pieces fit together
     digest: Callable[[], str] = lambda: ""
 
     def form_of_output(self, last: StageModule) -> Form:

@@ -147,12 +147,8 @@ def simulated(plan: PlanRecord, *, num_microbatches: int | None = None) -> Simul
     Messages of unequal replicas that are ready at the same moment go in the order of ranks: where the planner took
     other nodes first than the cluster lists, another one may go first here.
 
-    Without links messages take no time, and the all-reduce of gradients is a part of each update.
-
-    Arguments:
-        num_microbatches: of the whole batch, where the plan leaves it open.
-
-    Raises ValueError as `schedule_of` does.
+    Without links messages take no time, and the all-reduce of gradients is a part of each update. Arguments and errors
+    are those of `schedule_of`.
     """
     schedule, links = _scheduled(plan, num_microbatches)
     return SimulatedPlan(simulate(schedule, plan.costs, links), plan.costs, links)

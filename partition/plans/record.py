@@ -145,24 +145,17 @@ class Searched:
 
     Each is cut in a few ways (the dynamic program's, equal numbers of nodes, the same with level ranks), unless bounds
     show that it can't win. Recomputation and sharding are chosen for each way.
-
-    Arguments:
-        considered: configurations at all.
-        cut, simulated: of these.
-        unfit: that were cut, and take more memory than there is or are refused by their schedule.
-        too_long: to be simulated.
-        least_left: no configuration that was not simulated takes less with the cuts that are tried [s a batch]; None
-            where none was left out.
-        least: no configuration takes less, with any cuts and any recomputation [s a batch].
     """
 
-    considered: int
-    cut: int
-    simulated: int
-    unfit: int
-    too_long: int
+    considered: int  # configurations at all
+    cut: int  # of these
+    simulated: int  # of these
+    unfit: int  # that were cut, and take more memory than there is or are refused by their schedule
+    too_long: int  # to be simulated
+    # no configuration that was not simulated takes less with the cuts that are tried [s a batch]; None where none was
+    # left out
     least_left: float | None
-    least: float
+    least: float  # no configuration takes less, with any cuts and any recomputation [s a batch]
 
     @classmethod
     def of_all(cls, every: Sequence[Searched]) -> Searched:
@@ -203,60 +196,46 @@ class Searched:
 class PlanRecord:
     """Stages in order, on ranks 0..num_devices-1; where a plan needs fewer, the rest stay idle.
 
-    Arguments:
-        stages: [S]; the first P are on the places 0 to P - 1, those of later chunks as the schedule has it. Under
-            OWN they are on any ranks, and places are these in the order of their first stages.
-        num_chunks: V; of an order of its own the most stages of any place.
-        context, expert: of its profile: parts of a sequence, of each stage's tensor ranks, and replicas in a row that
-            divide the experts.
-        costs: that it is simulated from: of F, B, I, W of each stage on one rank, recomputation included, of updates,
-            sums of tied weights, the norm and the runtime; a row where its replicas differ (microbatch k runs on
-            replica `k % replicas`).
-        links: of one rank a place (`PlaceNetwork`), with bytes over each cut and sums over the replicas; None where
-            they were not kept: messages take no time, and the sums are a part of each update.
-        cost_model: "default" or "pipedream".
-        schedule: that memory was counted for, or OWN where `order` is all there is; None under PipeDream's model.
-        overlaps: whether forwards run together with the backwards directly after them (`with_overlap`).
-        order: actions of each rank of one pipeline in the order in which they run, of the share of M that one of the
-            equal replicas has; none: the schedule's own.
-        num_microbatches: of a batch over all replicas, M; None where the plan does not depend on it.
-        slice_lengths: tokens of each slice of a microbatch; none: it passes whole.
-        microbatch_size: samples of one; None where the profile does not say.
-        bottleneck: of the slowest rank [s a microbatch]; a microbatch is what the profile ran at once.
-        bound: no plan can have a smaller bottleneck under this model [s a microbatch].
-        simulated_step_time: [s a batch of M] under the schedule, warm-up and drain included where it flushes; None
-            where it was not simulated.
-        simulated_bubble: of that simulation, a fraction.
-        tried_seconds: that a batch of this plan took in a trial, a median over its steps [s]; None untried.
-        runners_up: what else was considered, the better ones first.
-        notes: what was left out or could not be done.
-        searched: how far, and what is known of the rest; None where configurations were not searched.
-
     Raises ValueError for a node that is listed twice, a rank that is listed twice among the stages of one chunk or
     other ranks in another chunk, a rank outside the cluster, and costs or links of other stages.
     """
 
+    # [S]; the first P are on the places 0 to P - 1, those of later chunks as the schedule has it. Under OWN they are on
+    # any ranks, and places are these in the order of their first stages.
     stages: tuple[PlanStage, ...]
     num_devices: int
-    num_chunks: int = 1
+    num_chunks: int = 1  # V; of an order of its own the most stages of any place
+    # context, expert: of its profile: parts of a sequence, of each stage's tensor ranks, and replicas in a row that
+    # divide the experts
     context: int = 1
     expert: int = 1
+    # that it is simulated from: of F, B, I, W of each stage on one rank, recomputation included, of updates, sums of
+    # tied weights, the norm and the runtime; a row where its replicas differ (microbatch k runs on replica `k %
+    # replicas`)
     costs: Costs
+    # of one rank a place (`PlaceNetwork`), with bytes over each cut and sums over the replicas; None where they were
+    # not kept: messages take no time, and the sums are a part of each update
     links: Links | None = None
-    cost_model: str
-    bottleneck: float
-    bound: float
+    cost_model: str  # "default" or "pipedream"
+    bottleneck: float  # of the slowest rank [s a microbatch]; a microbatch is what the profile ran at once
+    bound: float  # no plan can have a smaller bottleneck under this model [s a microbatch]
+    # that memory was counted for, or OWN where `order` is all there is; None under PipeDream's model
     schedule: str | None = None
-    overlaps: bool = False
+    overlaps: bool = False  # whether forwards run together with the backwards directly after them (`with_overlap`)
+    # actions of each rank of one pipeline in the order in which they run, of the share of M that one of the equal
+    # replicas has; none: the schedule's own
     order: tuple[str, ...] = ()
-    num_microbatches: int | None = None
-    slice_lengths: tuple[int, ...] = ()
-    microbatch_size: int | None = None
+    num_microbatches: int | None = None  # of a batch over all replicas, M; None where the plan does not depend on it
+    slice_lengths: tuple[int, ...] = ()  # tokens of each slice of a microbatch; none: it passes whole
+    microbatch_size: int | None = None  # samples of one; None where the profile does not say
+    # [s a batch of M] under the schedule, warm-up and drain included where it flushes; None where it was not simulated
     simulated_step_time: float | None = None
-    simulated_bubble: float | None = None
+    simulated_bubble: float | None = None  # of that simulation, a fraction
+    # that a batch of this plan took in a trial, a median over its steps [s]; None untried
     tried_seconds: float | None = None
-    runners_up: tuple[RunnerUp, ...] = ()
-    notes: tuple[str, ...] = ()
+    runners_up: tuple[RunnerUp, ...] = ()  # what else was considered, the better ones first
+    notes: tuple[str, ...] = ()  # what was left out or could not be done
+    # how far, and what is known of the rest; None where configurations were not searched
     searched: Searched | None = None
 
     def __post_init__(self) -> None:

@@ -28,8 +28,7 @@ from ..strict import made_of
 from .clock import Clock, clock_for, fastest, spread_of, typical
 from .memory import bytes_of, peaks
 from .optimizers import OptimizerFactory, optimizers_of_copies
-from .passes import Passes, Sample, Traffic, profiled
-from .slices import slice_shares
+from .passes import Passes, Sample, Traffic, profiled, slice_shares
 
 WARM_UP = 2  # passes that do not count
 LEAST = 3  # passes that count, however long they take

@@ -137,19 +137,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Arguments:
         known: tensors that are there before and may be let go of within.
-
-    Attributes:
-        level: what is there above what was there at the start [bytes]; `settle` brings it up to date.
-        most: the highest level so far [bytes].
-        alive: by `_cdata` each storage, its bytes and a label: "" of what was there, None of others until they get one.
-        at_most: the same when the level was highest.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # what is there above what was there at the start [bytes], which `settle` brings up to date; its highest so far
         self.level = self.most = 0
+        # by `_cdata` each storage, its bytes and a label: "" of what was there, None of others until they get one
         self.alive: dict[int, list[Any]] = {}
-        self.at_most: dict[int, list[Any]] = {}
+        self.at_most: dict[int, list[Any]] = {}  # the same when the level was highest
         for tensor in known:
             self._note(tensor, is_new=False, is_known=True)
 

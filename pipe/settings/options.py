@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...comm import Compress, own_device, read_compress
 from ...comm.mesh import AXES
-from ...partition.deferred.parameters import DeferredParameter
 from ...partition.deferred.recipes import device_where_built
+from ...partition.deferred.recording import DeferredParameter
 from ...partition.model.batch_dims import BatchDims, check_batch_dims
 from ...partition.plans.plan import Plan
 from ...partition.plans.record import SEARCHES

@@ -15,8 +15,19 @@ from ..placement import read_placement
 from ..timing.costs import UNIT_COSTS, Costs, CostTable
 from .ground import Ground, GroundRule, ground_rules
 from .notation import Rule
-from .order import ClashError, Order, earlier_ones, topological
-from .search import ScheduleState, by_kind, by_path, contradiction, list_schedule, numbered, search_depth_first
+from .search import (
+    ClashError,
+    Order,
+    ScheduleState,
+    by_kind,
+    by_path,
+    contradiction,
+    earlier_ones,
+    list_schedule,
+    numbered,
+    search_depth_first,
+    topological,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,20 +60,16 @@ _KIND_OF_OP = {
 
 
 class PathStep(NamedTuple):
-    """One step, from `start` to `end` [s].
-
-    what: None for a wait.
-    rank: where it ran; for a message the receiver, for a collective the last rank that began it, for a wait the waiting
-    rank.
-    sender: of a message, else None.
-    """
+    """One step, from `start` to `end` [s]."""
 
     kind: PathKind
-    what: Action | Message | Collective | None
+    what: Action | Message | Collective | None  # None for a wait
+    # where it ran; for a message the receiver, for a collective the last rank that began it, for a wait the waiting
+    # rank
     rank: int
     start: float
     end: float
-    sender: int | None = None
+    sender: int | None = None  # of a message, else None
 
     @property
     def seconds(self) -> float:

@@ -40,16 +40,13 @@ _FROM_INPUTS = (Cause.COMPUTE, Cause.OVERHEAD, Cause.MESSAGES, Cause.SUMS, Cause
 
 
 class InputCheck(NamedTuple):
-    """One input as predicted and measured [s].
-
-    times: occurrences per step on the rank that has most.
-    alone: change of the step if only this input were as measured [s]; None if it was not simulated.
-    """
+    """One input as predicted and measured [s]."""
 
     what: Input
     predicted: float
     measured: float
-    times: float
+    times: float  # occurrences per step on the rank that has most
+    # change of the step if only this input were as measured [s]; None if it was not simulated
     alone: float | None = None
 
     @property

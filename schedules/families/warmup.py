@@ -12,16 +12,11 @@ from ..placement import StagePlacement
 
 
 class ChunkOrder(NamedTuple):
-    """An order of chunks that is the same on all ranks, from which `pair_up` makes the programs.
+    """An order of chunks that is the same on all ranks, from which `pair_up` makes the programs."""
 
-    Arguments:
-        forwards, backwards: chunk and microbatch of each in order.
-        warmups: [P] forwards of a rank ahead of its backwards.
-    """
-
-    forwards: Sequence[tuple[int, int]]
-    backwards: Sequence[tuple[int, int]]
-    warmups: Sequence[int]
+    forwards: Sequence[tuple[int, int]]  # chunk and microbatch of each, in order
+    backwards: Sequence[tuple[int, int]]  # likewise
+    warmups: Sequence[int]  # [P] forwards of a rank ahead of its backwards
 
     def program(self, rank: int) -> tuple[Action, ...]:
         """Program of a rank, whose chunk v is stage v P + rank."""

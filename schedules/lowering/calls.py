@@ -28,18 +28,12 @@ from .lower import lower
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """A schedule without an end.
+    """A schedule without an end."""
 
-    Arguments:
-        schedule: the finite program that it was made from.
-        calls: per rank, one call of the steady state, numbered as if it were batch 0.
-        drains: per rank, the rest after the call of batch 0.
-        offsets: by (stage, microbatch of its batch): the version of its forward, less that of the batch's first update.
-    """
-
-    schedule: Schedule
-    calls: tuple[RankProgram, ...]
-    drains: tuple[RankProgram, ...]
+    schedule: Schedule  # the finite program that it was made from
+    calls: tuple[RankProgram, ...]  # per rank, one call of the steady state, numbered as if it were batch 0
+    drains: tuple[RankProgram, ...]  # per rank, the rest after the call of batch 0
+    # by (stage, microbatch of its batch): the version of its forward, less that of the batch's first update
     offsets: dict[tuple[int, int], int]
 
     def call(self, rank: int, batch: int, *, first_batch: int) -> RankProgram:

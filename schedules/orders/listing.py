@@ -29,27 +29,18 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Numbers that steer the building of an order.
+    """Numbers that steer the building of an order."""
 
-    Arguments:
-        ahead: [S] forwards of a stage that may be without their I at once, at least 1.
-        backlog: [P] W that a rank may delay.
-        fill: by rank, a W fills a gap of at least this part of its seconds.
-        patience: a rank leaves an F for an I, or an F of a later stage, that arrives within this part of the F's
-            seconds.
-        forward_first: whether an F that may run precedes an I that may.
-        due: if given, the F or I that is due first runs first, instead of the two rules above: a microbatch is due each
-            round of the busiest rank's work, counted from this part of its path's seconds.
-        sequence: the order in which microbatches enter.
-    """
-
-    ahead: tuple[int, ...]
-    backlog: tuple[int, ...]
-    fill: tuple[float, ...]
+    ahead: tuple[int, ...]  # [S] forwards of a stage that may be without their I at once, at least 1
+    backlog: tuple[int, ...]  # [P] W that a rank may delay
+    fill: tuple[float, ...]  # by rank, a W fills a gap of at least this part of its seconds
+    # a rank leaves an F for an I, or an F of a later stage, that arrives within this part of the F's seconds
     patience: float = 0.0
-    forward_first: bool = False
+    forward_first: bool = False  # whether an F that may run precedes an I that may
+    # if given, the F or I that is due first runs first, instead of the two rules above: a microbatch is due each round
+    # of the busiest rank's work, counted from this part of its path's seconds
     due: float | None = None
-    sequence: tuple[int, ...] | None = None
+    sequence: tuple[int, ...] | None = None  # the order in which microbatches enter
 
 
 class Lister:
@@ -108,15 +99,7 @@ class Lister:
 
 
 class _List:
-    """One order as it grows; `_choose` and `_take` are single functions, since calls take time.
-
-    Attributes:
-        there: by code, when the input of a forward, and then of an input gradient, arrives.
-        done: by stage, forwards that have run, then input gradients.
-        waiting, begun: by rank, codes of W that may run, and how many of them have run.
-        memory, left: by rank, what it holds, and how many of its actions have not run.
-        free, wake: by rank, when its last action ends, and when it decides next: then, or when an input arrives.
-    """
+    """One order as it grows; `_choose` and `_take` are single functions, since calls take time."""
 
     def __init__(self, lister: Lister, policy: Policy) -> None:
         problem, ev = lister.problem, lister.evaluator
@@ -126,14 +109,18 @@ class _List:
         self.sequence = policy.sequence or tuple(range(M))
         self.period = max(problem.work) / M
         self.due = None if policy.due is None else [seconds * policy.due for seconds in lister.path_seconds]
+        # by code, when the input of a forward, and then of an input gradient, arrives
         self.there = [0.0] * M + [_NOT_YET] * (2 * S * M - M)
-        self.done = [0] * (2 * S)
+        self.done = [0] * (2 * S)  # by stage, forwards that have run, then input gradients
         self.deepest_first = [tuple(sorted(own, reverse=True)) for own in problem.placement]
         self.orders: Orders = [[] for _ in range(P)]
+        # waiting, begun: by rank, codes of W that may run, and how many of them have run
         self.waiting: list[list[int]] = [[] for _ in range(P)]
         self.begun = [0] * P
+        # memory, left: by rank, what it holds, and how many of its actions have not run
         self.memory = [0.0] * P
         self.left = [3 * M * len(own) for own in problem.placement]
+        # free, wake: by rank, when its last action ends, and when it decides next: then, or when an input arrives
         self.free, self.wake = [0.0] * P, [0.0] * P
         self.events = [(0.0, rank) for rank in range(P)]
 

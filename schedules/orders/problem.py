@@ -30,35 +30,27 @@ class Problem:
 
         F(s, k) waits for F(s-1, k);   I(s, k) for I(s+1, k) and F(s, k);   W(s, k) for I(s, k)
 
-    Arguments:
-        placement: [P] tuples: the stages of each rank, each on exactly one.
-        num_microbatches: M.
-        seconds: [S][M] of F, I and W, and of an I and its W run as one action (B), whose result leaves at its end.
-        forward_delay: [S] seconds from the end of F(s) until its result is at stage s+1; 0 on one rank, and at the end.
-        gradient_delay: [S] seconds from the end of I(s) until its result is at stage s-1; likewise.
-        held: [S][M] memory that a forward takes as it starts.
-        kept: [S][M] the part of it that stays from the end of the I until the end of the W; equal to `held` if all is
-            freed at W.
-        memory_limit: [P] most that each rank may hold at once, in the unit of `held`; None: no limit.
-        update: [S] seconds of the optimizer step of a stage, after its rank's last action.
-        norm: seconds for which all ranks synchronise before the updates; None: they do not.
-        objective: "makespan", until the last end of any rank; "span", the longest time between a rank's first start and
-            its last end. Each action starts as soon as it can, as in `simulate`.
-
     Raises ValueError for tables that do not fit together, costs below 0, forwards of 0, ScheduleError for a placement
     that does not hold each stage once.
     """
 
-    placement: StagePlacement
-    num_microbatches: int
+    placement: StagePlacement  # [P] tuples: the stages of each rank, each on exactly one
+    num_microbatches: int  # M
+    # [S][M] of F, I and W, and of an I and its W run as one action (B), whose result leaves at its end
     seconds: Mapping[Op, Table]
+    # [S] seconds from the end of F(s) until its result is at stage s+1; 0 on one rank, and at the end
     forward_delay: tuple[float, ...]
-    gradient_delay: tuple[float, ...]
-    held: Table
+    gradient_delay: tuple[float, ...]  # [S] seconds from the end of I(s) until its result is at stage s-1; likewise
+    held: Table  # [S][M] memory that a forward takes as it starts
+    # [S][M] the part of it that stays from the end of the I until the end of the W; equal to `held` if all is freed at
+    # W
     kept: Table
+    # [P] most that each rank may hold at once, in the unit of `held`; None: no limit
     memory_limit: tuple[float, ...] | None = None
-    update: tuple[float, ...] = ()
-    norm: float | None = None
+    update: tuple[float, ...] = ()  # [S] seconds of the optimizer step of a stage, after its rank's last action
+    norm: float | None = None  # seconds for which all ranks synchronise before the updates; None: they do not
+    # "makespan", until the last end of any rank; "span", the longest time between a rank's first start and its last
+    # end. Each action starts as soon as it can, as in `simulate`.
     objective: Objective = "makespan"
 
     def __post_init__(self) -> None:

@@ -56,15 +56,12 @@ _OP_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weigh
 
 
 class Input(NamedTuple):
-    """One number that a step is simulated from.
-
-    kind: "F", "B", "I", "W", "overhead", "message", "sum", "held", "gather", "update", "norm" or "around".
-    at: (stage,), or (stage, rank) for an action of a stage on several ranks; for a message (sending rank, receiving
-        rank); for a sum all stages whose gradients it adds up.
-    """
+    """One number that a step is simulated from."""
 
     cause: Cause
-    kind: str
+    kind: str  # "F", "B", "I", "W", "overhead", "message", "sum", "held", "gather", "update", "norm" or "around"
+    # (stage,), or (stage, rank) for an action of a stage on several ranks; for a message (sending rank, receiving
+    # rank); for a sum all stages whose gradients it adds up
     at: tuple[int, ...]
 
     def __str__(self) -> str:

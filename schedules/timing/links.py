@@ -68,17 +68,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLevel:
-    """The links inside a group of ranks that no smaller group joins.
+    """The links inside a group of ranks that no smaller group joins."""
 
-    Arguments:
-        num_ranks: consecutive ranks of a group.
-        latency, seconds_per_byte: see `Link`.
-        ranks_per_card: consecutive ranks that share one network card on these links; None: each pair has its own link.
-    """
-
-    num_ranks: int
-    latency: float = 0.0
-    seconds_per_byte: float = 0.0
+    num_ranks: int  # consecutive ranks of a group
+    latency: float = 0.0  # see `Link`
+    seconds_per_byte: float = 0.0  # likewise
+    # consecutive ranks that share one network card on these links; None: each pair has its own link
     ranks_per_card: int | None = None
 
     def __post_init__(self) -> None:
@@ -128,18 +123,13 @@ class AllReduce:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceNetwork:
     """Places of a pipeline on one or several ranks each; every rank has a card, on which everything that it sends
-    queues.
+    queues."""
 
-    Arguments:
-        places: [P] ranks of each.
-        routes: of messages between two places, the lower one first, for any of their ranks; in the reverse direction,
-            the route with the higher one first if there is one. ON_CARD as `sending`: they take `cards`.
-        cards: [P] by rank of each, the card of its host, which other places may share; all-reduces over several take
-            these.
-    """
-
-    places: tuple[tuple[int, ...], ...]
+    places: tuple[tuple[int, ...], ...]  # [P] ranks of each
+    # of messages between two places, the lower one first, for any of their ranks; in the reverse direction, the route
+    # with the higher one first if there is one. ON_CARD as `sending`: they take `cards`.
     routes: Mapping[tuple[int, int], Link]
+    # [P] by rank of each, the card of its host, which other places may share; all-reduces over several take these
     cards: tuple[tuple[int, ...], ...] = ()
     _place: Mapping[int, int] = field(init=False, repr=False, compare=False)
 

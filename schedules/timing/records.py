@@ -21,28 +21,18 @@ _REALLY_WAITED = 20e-6  # [s]: below this, a message arrived before it was neede
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """One rank's step, in seconds of the host's clock.
-
-    Arguments:
-        arrivals: (message, wait began, message arrived).
-        collectives: from when this rank began them to their end.
-        data: when this rank began to wait for a batch, and had it.
-        exchanges: within actions, from when this rank began them to their end.
-        rows: of actions in which experts, divided over a group, computed.
-        step: when this rank's step began and ended, including everything outside of its actions; None: not stamped.
-        offset: to add to this rank's times to compare them with rank 0's (hosts differ) [s].
-        error: most that the offset may be wrong by [s].
-    """
+    """One rank's step, in seconds of the host's clock."""
 
     compute: tuple[Span[Action], ...]
-    arrivals: tuple[Span[Message], ...]
-    collectives: tuple[Span[Collective], ...] = ()
-    data: tuple[tuple[float, float], ...] = ()
-    exchanges: tuple[Span[Collective], ...] = ()
-    rows: tuple[tuple[Action, ExpertRows], ...] = ()
+    arrivals: tuple[Span[Message], ...]  # (message, wait began, message arrived)
+    collectives: tuple[Span[Collective], ...] = ()  # from when this rank began them to their end
+    data: tuple[tuple[float, float], ...] = ()  # when this rank began to wait for a batch, and had it
+    exchanges: tuple[Span[Collective], ...] = ()  # within actions, from when this rank began them to their end
+    rows: tuple[tuple[Action, ExpertRows], ...] = ()  # of actions in which experts, divided over a group, computed
+    # when this rank's step began and ended, including everything outside of its actions; None: not stamped
     step: tuple[float, float] | None = None
-    offset: float = 0.0
-    error: float = 0.0
+    offset: float = 0.0  # to add to this rank's times to compare them with rank 0's (hosts differ) [s]
+    error: float = 0.0  # most that the offset may be wrong by [s]
 
 
 _NOTHING = RankRecord(compute=(), arrivals=())
@@ -185,12 +175,8 @@ def launches(
 ) -> set[int]:
     """Numbers of the actions after which sums or gathers were begun; -1: before the first.
 
-    The time between such an action and the next is no overhead: gradients are packed and sent.
-
-    Arguments:
-        ends: of a rank's actions in order.
-        begun: when each of its sums and gathers began.
-        between: seconds from one moment to another.
+    The time between such an action and the next is no overhead: gradients are packed and sent. `ends`: of a rank's
+    actions in order; `begun`: when each of its sums and gathers began; `between`: seconds from one moment to another.
 
     >>> launches([1.0, 3.0, 5.0], [3.0, 4.5], between=lambda begin, end: end - begin)
     {1}

@@ -39,14 +39,11 @@ class Span(NamedTuple, Generic[Of]):
 
 
 class ExpertRows(NamedTuple):
-    """Rows of tokens that divided experts computed in an action, all its layers together.
+    """Rows of tokens that divided experts computed in an action, all its layers together."""
 
-    own: on this rank. busiest: in each layer on the member of its group with the most. mean: of the members.
-    """
-
-    own: int
-    busiest: int
-    mean: float
+    own: int  # on this rank
+    busiest: int  # in each layer on the member of its group with the most
+    mean: float  # of the members
 
     def __str__(self) -> str:
         return f"{self.own:,} rows, the busiest member {self.busiest / (self.mean or 1):.2f} times the mean"

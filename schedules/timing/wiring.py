@@ -43,36 +43,27 @@ class MessageRoute(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Result of an action for another rank: index k fills slot base + k.
-
-    routes: number of the route by index; None: it stays on the rank.
-    last: by index, the code of the last action that contributes; None: only one does.
-    """
+    """Result of an action for another rank: index k fills slot base + k."""
 
     base: int
     wire: Wire
-    routes: tuple[int | None, ...]
-    last: tuple[int, ...] | None
+    routes: tuple[int | None, ...]  # number of the route by index; None: it stays on the rank
+    last: tuple[int, ...] | None  # by index, the code of the last action that contributes; None: only one does
 
 
 class JointStep(NamedTuple):
     """A sum of gradients (REDUCE_GRAD) or a gather of weights (UNSHARD), once per update group; or activations of a
-    stage that move to the host (OFFLOAD) or back (RELOAD), once per microbatch.
-
-    seconds: duration once its channels are free [s].
-    fills: slots, by update group or microbatch.
-    after: base of slots; it begins once the slot of its update group or microbatch is filled; None: at once.
-    early: by how much its channels may be taken before that [s].
-    """
+    stage that move to the host (OFFLOAD) or back (RELOAD), once per microbatch."""
 
     stages: tuple[int, ...]
     op: Op
     ranks: tuple[int, ...]
-    seconds: float
+    seconds: float  # duration once its channels are free [s]
     channels: tuple[int, ...]
-    fills: Mapping[int, Sequence[int]]
+    fills: Mapping[int, Sequence[int]]  # slots, by update group or microbatch
+    # base of slots; it begins once the slot of its update group or microbatch is filled; None: at once
     after: int | None = None
-    early: float = 0.0
+    early: float = 0.0  # by how much its channels may be taken before that [s]
 
 
 class ScheduleWiring:

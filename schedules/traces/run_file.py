@@ -22,25 +22,17 @@ _VERSION = 3
 class RunFile:
     """A run, simulated from its own measurements.
 
-    Arguments:
-        schedule: that ran.
-        simulated: under the measured `costs`.
-        memory: [S] bytes of each stage; empty if not known.
-        memory_limit, predicted_peak: [P] bytes; None if not known.
-        spread: of its durations around `costs`; None if too few steps were measured.
-        sampled: steps simulated under both, whose median is predicted; None without a spread.
-
     Raises ValueError for costs and bytes of another number of stages.
     """
 
-    schedule: Schedule
-    simulated: Timeline
+    schedule: Schedule  # that ran
+    simulated: Timeline  # under the measured `costs`
     costs: Costs | None = None
-    memory: tuple[StageBytes, ...] = ()
-    memory_limit: tuple[float, ...] | None = None
-    predicted_peak: tuple[float, ...] | None = None
-    spread: Spread | None = None
-    sampled: StepSamples | None = None
+    memory: tuple[StageBytes, ...] = ()  # [S] bytes of each stage; empty if not known
+    memory_limit: tuple[float, ...] | None = None  # [P] bytes; None if not known
+    predicted_peak: tuple[float, ...] | None = None  # likewise
+    spread: Spread | None = None  # of its durations around `costs`; None if too few steps were measured
+    sampled: StepSamples | None = None  # steps simulated under both, whose median is predicted; None without a spread
 
     def __post_init__(self) -> None:
         num_stages = self.schedule.num_stages

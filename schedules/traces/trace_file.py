@@ -37,37 +37,22 @@ def trace_path(folder: Path, process: int) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
-    """One start of a process.
+    """One start of a process."""
 
-    Arguments:
-        run: name of this start, the same in all processes.
-        started: when, by the wall clock of process 0, ISO 8601 in UTC.
-        process, num_processes: number of this one, and of all.
-        ranks: of the schedule that it runs.
-        machine, origin: whose monotonic clock it has, and process 0 has; equal ones are one clock.
-        host: name, for people.
-        first_step: number of the first step after this start; steps from here on of earlier starts do not count.
-        digest: of the schedule that runs.
-        flush_first: batches that end in a flush, of a schedule without one.
-        cut: the same text if stages are the same modules and run equally; empty if not known.
-        schedule: None if another file has it.
-        versions: of packages, by name.
-    """
-
-    run: str
-    started: str
-    process: int
-    num_processes: int
-    ranks: tuple[int, ...]
-    machine: str
-    origin: str
-    host: str
-    first_step: int
-    digest: str
-    schedule: Schedule | None
-    flush_first: int = 0
-    cut: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
+    run: str  # name of this start, the same in all processes
+    started: str  # when, by the wall clock of process 0, ISO 8601 in UTC
+    process: int  # number of this one
+    num_processes: int  # of all
+    ranks: tuple[int, ...]  # of the schedule that it runs
+    machine: str  # whose monotonic clock it has
+    origin: str  # and process 0 has; equal ones are one clock
+    host: str  # name, for people
+    first_step: int  # number of the first step after this start; steps from here on of earlier starts do not count
+    digest: str  # of the schedule that runs
+    schedule: Schedule | None  # None if another file has it
+    flush_first: int = 0  # batches that end in a flush, of a schedule without one
+    cut: str = ""  # the same text if stages are the same modules and run equally; empty if not known
+    versions: Mapping[str, str] = field(default_factory=dict)  # of packages, by name
 
 
 def digest(schedule: Schedule) -> str:

@@ -30,13 +30,10 @@ _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, Recu
 
 
 class Traces(NamedTuple):
-    """The contents of trace files.
+    """The contents of trace files."""
 
-    steps: in ascending order. notes: what is missing or could not be read, a sentence each.
-    """
-
-    steps: tuple[MeasuredStep, ...]
-    notes: tuple[str, ...]
+    steps: tuple[MeasuredStep, ...]  # in ascending order
+    notes: tuple[str, ...]  # what is missing or could not be read, a sentence each
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """The process that carries packets between nodes if the kernel cannot delay them.
 
 Each node's eth0 is a TUN device whose other end is here: this process reads a packet of the node, holds it for its
-travel time (`crossing.py`), and writes it to the addressed node. Packets are as large as TCP passes them to a card with
+travel time (`links.py`), and writes it to the addressed node. Packets are as large as TCP passes them to a card with
 segmentation offload: up to 64 KiB, with a header for the segmentation, and without checksums. This is some ten times
 cheaper than frames of the usual size.
 
@@ -23,8 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from ....schedules.wording import duration, size
-from .crossing import Crossing, Link
-from .links import INTERFACE
+from .links import INTERFACE, Crossing, Link
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
@@ -41,23 +40,14 @@ _LATE = 0.001  # [s] of delay from which packets are counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireSpec:
-    """Cards that a wire connects, and its links.
+    """Cards that a wire connects, and its links."""
 
-    Arguments:
-        processes: a process id on each node, which identifies its network.
-        addresses: of the nodes, IPv4.
-        sites: of the nodes.
-        near: link within a site.
-        far: link between sites.
-        room: for packets in flight [bytes].
-    """
-
-    processes: tuple[int, ...]
-    addresses: tuple[str, ...]
-    sites: tuple[int, ...]
-    near: Link
-    far: Link
-    room: int
+    processes: tuple[int, ...]  # a process id on each node, which identifies its network
+    addresses: tuple[str, ...]  # of the nodes, IPv4
+    sites: tuple[int, ...]  # of the nodes
+    near: Link  # link within a site
+    far: Link  # link between sites
+    room: int  # for packets in flight [bytes]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -71,22 +61,14 @@ class WireSpec:
 
 @dataclass(slots=True, kw_only=True)
 class WireRecord:
-    """Counts of packets that a wire has carried.
+    """Counts of packets that a wire has carried."""
 
-    Arguments:
-        packets, nbytes: delivered.
-        dropped: without room.
-        late: delivered more than a millisecond late, on a busy machine.
-        worst: the longest delay [s].
-        cpu: CPU time [s].
-    """
-
-    packets: int = 0
-    nbytes: int = 0
-    dropped: int = 0
-    late: int = 0
-    worst: float = 0.0
-    cpu: float = 0.0
+    packets: int = 0  # delivered
+    nbytes: int = 0  # delivered
+    dropped: int = 0  # without room
+    late: int = 0  # delivered more than a millisecond late, on a busy machine
+    worst: float = 0.0  # the longest delay [s]
+    cpu: float = 0.0  # CPU time [s]
 
     def describe(self) -> str:
         return (

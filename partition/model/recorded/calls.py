@@ -23,16 +23,11 @@ _KINDS = ("cpu", "cuda")
 
 
 class Context(NamedTuple):
-    """Modes of a moment, or those in which a call was made where they differ from those around the model.
+    """Modes of a moment, or those in which a call was made where they differ from those around the model."""
 
-    grad: whether a graph is built; None: as around the model.
-    autocast: (kind of device, type or None for no autocast).
-    settings: what else the code between the units has changed around it.
-    """
-
-    grad: bool | None = None
-    autocast: tuple[tuple[str, torch.dtype | None], ...] = ()
-    settings: tuple[Setting, ...] = ()
+    grad: bool | None = None  # whether a graph is built; None: as around the model
+    autocast: tuple[tuple[str, torch.dtype | None], ...] = ()  # (kind of device, type or None for no autocast)
+    settings: tuple[Setting, ...] = ()  # what else the code between the units has changed around it
 
     @classmethod
     def now(cls) -> Context:
@@ -53,32 +48,23 @@ class Region:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Call:
-    """Fields that both kinds of calls have.
+    """Fields that both kinds of calls have."""
 
-    Arguments:
-        args: a tuple.
-        kwargs: a dict.
-        results: number of the value at each place among the leaves of what it returned, where that is a tensor.
-        structure: of what it returned.
-        changed: number of a value that it changed in place -> that of the changed value.
-        enters: its number for random numbers; None: it draws none, or has none of its own. Calls within a unit that was
-            opened have the unit's, and in the upper half how many of them have drawn before.
-        follows: earlier calls that must have been made because they change memory that this one reads.
-        writes: whether it writes to memory of a parameter or buffer.
-        line: of the user's code.
-    """
-
-    args: Parts
-    kwargs: Parts
+    args: Parts  # a tuple
+    kwargs: Parts  # a dict
     context: Context
     region: Region | None
-    line: str
+    line: str  # of the user's code
+    # number of the value at each place among the leaves of what it returned, where that is a tensor
     results: dict[int, int]
-    structure: pytree.TreeSpec
-    changed: dict[int, int]
+    structure: pytree.TreeSpec  # of what it returned
+    changed: dict[int, int]  # number of a value that it changed in place -> that of the changed value
+    # its number for random numbers; None: it draws none, or has none of its own. Calls within a unit that was opened
+    # have the unit's, and in the upper half how many of them have drawn before.
     enters: int | None = None
+    # earlier calls that must have been made because they change memory that this one reads
     follows: frozenset[int] = frozenset()
-    writes: bool = False
+    writes: bool = False  # whether it writes to memory of a parameter or buffer
 
     def templates(self) -> list[Template]:
         return [*walk(self.args), *walk(self.kwargs)]
@@ -96,16 +82,11 @@ DRAWS = 32  # bits of a unit's number
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class UnitCall(Call):
-    """A call of a module that is not looked into.
+    """A call of a module that is not looked into."""
 
-    Arguments:
-        name: its path in the model, with "#2" where it runs again.
-        keeps_state: whether it has set attributes or buffers of its modules.
-    """
-
-    name: str
+    name: str  # its path in the model, with "#2" where it runs again
     module: nn.Module
-    keeps_state: bool = False
+    keeps_state: bool = False  # whether it has set attributes or buffers of its modules
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -153,28 +134,18 @@ class DecisionGuard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One forward of a model in one mode, for inputs of one form, which are values 0, 1, ...
+    """One forward of a model in one mode, for inputs of one form, which are values 0, 1, ..."""
 
-    Arguments:
-        calls: in order.
-        results: flat outputs that are tensors.
-        output_form: of the model.
-        bytes_of: by value number [bytes]; infinite where the size follows from values, so that no stage could say it.
-        together: pairs of calls that no cut may separate, and why.
-        reads: of its code.
-        written_inputs: that a call changes in place.
-        handed_on: units of which the second works on a tensor that the first left in an object.
-        as_run: position of each in `calls`, in the order in which they ran; none: that is their order.
-    """
-
-    calls: tuple[UnitCall | GlueCall, ...]
-    results: tuple[Template, ...]
-    output_form: Form
+    calls: tuple[UnitCall | GlueCall, ...]  # in order
+    results: tuple[Template, ...]  # flat outputs that are tensors
+    output_form: Form  # of the model
+    # by value number [bytes]; infinite where the size follows from values, so that no stage could say it
     bytes_of: Mapping[int, float]
-    together: tuple[tuple[int, int, str], ...]
+    together: tuple[tuple[int, int, str], ...]  # pairs of calls that no cut may separate, and why
     reads: CodeReads
-    written_inputs: frozenset[int]
-    handed_on: Together = ()
+    written_inputs: frozenset[int]  # that a call changes in place
+    handed_on: Together = ()  # units of which the second works on a tensor that the first left in an object
+    # position of each in `calls`, in the order in which they ran; none: that is their order
     as_run: tuple[int, ...] = ()
 
 

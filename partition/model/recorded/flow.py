@@ -20,22 +20,16 @@ from .templates import MadeObject, Ref, Slot
 
 
 class Flow:
-    """The calls of a record.
-
-    Attributes:
-        record: before any cut.
-        order: the calls that are on one stage each, ascending.
-        position: of each of these in `order`.
-        maker: value number -> call; none for the model's inputs.
-        values: call -> numbers of the values that it takes.
-        slots: call -> the parameters and buffers that it takes.
-    """
+    """The calls of a record."""
 
     def __init__(self, record: Record) -> None:
-        self.record = record
+        self.record = record  # before any cut
+        # value number -> call; none for the model's inputs
         self.maker = {number: i for i, call in enumerate(record.calls) for number in call.made()}
         templates = [call.templates() for call in record.calls]
+        # call -> numbers of the values that it takes
         self.values = [[each.number for each in found if isinstance(each, Ref)] for found in templates]
+        # call -> the parameters and buffers that it takes
         self.slots = [[each for each in found if isinstance(each, Slot)] for found in templates]
         self._states = [any(isinstance(each, MadeObject) for each in found) for found in templates]
         self.results = [each.number for each in record.results if isinstance(each, Ref)]
@@ -43,8 +37,8 @@ class Flow:
         self.everywhere = self._everywhere(live)
         if not live - self.everywhere:  # the model is a function of its inputs alone
             self.everywhere = frozenset()
-        self.order = sorted(live - self.everywhere)
-        self.position = {call: i for i, call in enumerate(self.order)}
+        self.order = sorted(live - self.everywhere)  # the calls that are on one stage each, ascending
+        self.position = {call: i for i, call in enumerate(self.order)}  # of each of these in `order`
 
     def unit_calls(self) -> list[tuple[int, UnitCall]]:
         """Calls of units, with their positions."""

@@ -129,18 +129,12 @@ _Places = Iterable[tuple[str, object]]  # paths and what is there
 
 
 class Walk:
-    """One walk; see above.
-
-    Attributes:
-        texts: by path.
-        pins: ids of objects that calls of the record hold, or that have no text.
-        unknown: paths of what is compared by identity alone.
-    """
+    """One walk; see above."""
 
     def __init__(self, reads: CodeReads, ignored: Collection[str]) -> None:
-        self.texts: dict[str, str] = {}
-        self.pins: dict[str, int] = {}
-        self.unknown: list[str] = []
+        self.texts: dict[str, str] = {}  # by path
+        self.pins: dict[str, int] = {}  # ids of objects that calls of the record hold, or that have no text
+        self.unknown: list[str] = []  # paths of what is compared by identity alone
         self._reads, self._ignored = reads, ignored
         self._checks: list[tuple[Callable[[], Iterable[object]], list[int], list[object]]] = []
         self._forms: list[tuple[Callable[[], list[object]], list[object]]] = []

@@ -45,31 +45,22 @@ class CodeReads:
     Arguments:
         opened: the modules whose code is recorded, by path.
         is_within_call: whether a unit or a function of torch is under way, which a stage calls again.
-
-    Attributes:
-        names: that were read, by id of the object, as long as that is there: what the forward made holds fakes.
-        names_of: the same by class.
-        kinds: classes whose objects were watched; others count as read whole.
-        codes: that ran, with their globals.
-        environ: keys.
-        tensors: whose values were taken.
-        left: places of tensors that were not there; lists there hold again what they held.
-        effects: what the code has changed, to stay.
-        regions: arguments of torch.profiler.record_function, of those that are entered now.
     """
 
     def __init__(self, opened: dict[str, nn.Module], *, is_within_call: Callable[[], bool]) -> None:
         self.opened = opened
         self._is_within_call = is_within_call
+        # that were read, by id of the object, as long as that is there: what the forward made holds fakes
         self.names: dict[int, set[str]] = {}
-        self.kinds: set[type] = set()
-        self.codes: dict[CodeType, dict[str, Any]] = {}
-        self.environ: set[str] = set()
-        self.tensors: list[torch.Tensor] = []
-        self.names_of: dict[type, set[str]] = {}
+        self.kinds: set[type] = set()  # classes whose objects were watched; others count as read whole
+        self.codes: dict[CodeType, dict[str, Any]] = {}  # that ran, with their globals
+        self.environ: set[str] = set()  # keys
+        self.tensors: list[torch.Tensor] = []  # whose values were taken
+        self.names_of: dict[type, set[str]] = {}  # the same by class
         self._owners: dict[int, object] = {}  # by id: what is read of, held weakly where it can be
-        self.left: Places = []
-        self.effects: list[str] = []
+        self.left: Places = []  # places of tensors that were not there; lists there hold again what they held
+        self.effects: list[str] = []  # what the code has changed, to stay
+        # arguments of torch.profiler.record_function, of those that are entered now
         self.regions: list[tuple[Any, ...]] = []
         self._changed: dict[int, tuple[list[Any], list[Any]]] = {}  # lists, by id, and what they held
 
@@ -192,9 +183,6 @@ class Attributes:
         has_read: whether that code has read an attribute before.
         inside: ids of the modules that units consist of.
         join: called with two calls, of which the second reads what the first wrote.
-
-    Attributes:
-        setting_own: calls of units that have set attributes of their modules.
     """
 
     def __init__(
@@ -213,7 +201,7 @@ class Attributes:
         self._patches = Patches()
         self._kinds: set[type] = set()
         self._carried: set[tuple[int, str]] = set()
-        self.setting_own: set[int] = set()
+        self.setting_own: set[int] = set()  # calls of units that have set attributes of their modules
 
     @contextmanager
     def watched(self) -> Iterator[Patches]:

@@ -37,12 +37,11 @@ from .calls import (
     follows,
     samples_of,
 )
-from .intercept import hearing_no_functions
+from .intercept import Roles, hearing_no_functions
 from .reads import IN_A_MODULE, NOT_HERE, Attributes, CodeReads, OpenedModule, Tables
 from .refusals import RefusedError, check_now, refuse_distribution, refuse_function, refuse_packed
 from .templates import Constant, Parts, Ref, Slot, Template
 from .values import Draws, Owners, Values
-from .which import Roles
 
 
 class ForwardRecorder:

@@ -28,18 +28,12 @@ class Values:
         model: whose parameters and buffers are no values, but entries of its modules' tables.
         owners: make the error for what is done with a tensor.
         on_object: called with each object that the forward made, where it is first passed on.
-
-    Attributes:
-        slots: entries of these tables, by id of what was there before the forward.
-        slot_memory: all memory of these.
-        made_by: call, by value number; -1: an input.
-        bytes_of: by value number [bytes]; infinite where the size follows from values.
-        last_write: memory -> the call that changed it last.
     """
 
     def __init__(self, model: nn.Module, *, owners: Owners, on_object: Callable[[object], None]) -> None:
         self._owners, self._on_object = owners, on_object
         self._attributes = {id(value) for module in model.modules() for value in vars(module).values()}
+        # entries of these tables, by id of what was there before the forward
         self.slots = {
             id(value): Slot(module, table, key)
             for module in model.modules()
@@ -47,10 +41,10 @@ class Values:
             for key, value in vars(module)[table].items()
             if value is not None
         }
-        self.slot_memory = {memory_of(slot.tensor()) for slot in self.slots.values()} - {None}
-        self.made_by: list[int] = []
-        self.bytes_of: dict[int, float] = {}
-        self.last_write: dict[object, int] = {}
+        self.slot_memory = {memory_of(slot.tensor()) for slot in self.slots.values()} - {None}  # all memory of these
+        self.made_by: list[int] = []  # call, by value number; -1: an input
+        self.bytes_of: dict[int, float] = {}  # by value number [bytes]; infinite where the size follows from values
+        self.last_write: dict[object, int] = {}  # memory -> the call that changed it last
         self._number: dict[int, int] = {}  # of the value that a tensor is now, by id
         self._grad_fn: dict[int, object] = {}
         self._over: dict[object, list[int]] = {}  # memory -> numbers of the values over it
@@ -240,13 +234,10 @@ class Draws:
 
     Arguments:
         join: called with two calls that draw numbers of one unit.
-
-    Attributes:
-        drew: whether torch's generators were drawn from since it was last set to False.
     """
 
     def __init__(self, join: Callable[[int, int, str], None]) -> None:
-        self.drew = False
+        self.drew = False  # whether torch's generators were drawn from since it was last set to False
         self._join = join
         self._count = 0
         self._whole: int | None = None  # number of the unit that was opened and is under way
