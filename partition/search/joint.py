@@ -16,6 +16,7 @@ from itertools import permutations
 
 import numpy as np
 
+from ...schedules.ir import Schedule
 from ...schedules.messages import receives_ahead
 from ...schedules.orders.problem import MemoryLimitError
 from ...schedules.search.arranged import Layer
@@ -29,7 +30,7 @@ from ..memory import GRADIENTS_SENT, context_bytes
 from ..plans.record import OWN
 from ..stage_cost import StageSums
 from .arguments import listed
-from .evaluate import Candidate, PlanEvaluator
+from .evaluate import Candidate, Ends, PlanEvaluator
 from .model import Model
 from .result import label
 from .search import PlanSearch
@@ -37,6 +38,7 @@ from .space import Configuration, SearchSpace
 
 JOINT_SECONDS = 20.0
 MAX_SIZES = 3  # of microbatches that are searched
+MAX_STARTS = 2  # named plans with which each of these searches begins
 MAX_MICROBATCHES = 20_000  # of all devices together: an order is evaluated in less than a tenth of a second
 _LEAST_FORWARD = 1e-9  # of all seconds: the search has no stage that takes no time
 
@@ -98,7 +100,8 @@ def with_joint(
             microbatch_size=size,
             num_microbatches=space.global_batch // size,
         )
-        for each in _searched(evaluator, c, seconds / len(sizes), report):
+        starts = [_start(evaluator, c, each) for each in found if _is_one_pipeline(each, c)][:MAX_STARTS]
+        for each in _searched(evaluator, c, starts, seconds / len(sizes), report):
             candidate = _candidate(evaluator, c, each)
             if not any(memory.too_many for memory in candidate.memories):
                 joint.append(evaluator.simulate(candidate))
@@ -106,8 +109,27 @@ def with_joint(
     return sorted([*best, *found], key=lambda each: each.simulated_seconds)
 
 
+def _is_one_pipeline(e: Candidate, c: Configuration) -> bool:
+    """Whether a joint search of a configuration may begin with it."""
+    own, family = e.configuration, e.configuration.family
+    sizes = (own.pipeline, own.counts, own.tensors, own.microbatch_size)
+    has_copies = family.weight_copies > 1 or family.rule.is_asynchronous or own.lengths or own.overlaps
+    is_plain = {name for each in e.memories for name in each.recompute} == {"none"}
+    return sizes == (c.pipeline, c.counts, c.tensors, c.microbatch_size) and is_plain and not has_copies
+
+
+def _start(evaluator: PlanEvaluator, c: Configuration, e: Candidate) -> tuple[Ends, Schedule]:
+    ranks = [rank for (rank,) in e.configuration.stage_ranks]
+    made = evaluator.schedules.schedule(e.configuration, c.batch)
+    return e.ends, on_ranks(made, ranks, num_ranks=c.pipeline)
+
+
 def _searched(
-    evaluator: PlanEvaluator, c: Configuration, seconds: float, on_progress: Callable[[Progress], None]
+    evaluator: PlanEvaluator,
+    c: Configuration,
+    starts: Sequence[tuple[Ends, Schedule]],
+    seconds: float,
+    on_progress: Callable[[Progress], None],
 ) -> Sequence[Arrangement]:
     """The best few; none where nothing fits the memory."""
     model, topology = evaluator.model(c), evaluator.topology
@@ -132,6 +154,7 @@ def _searched(
                 norm=evaluator.norm,
             ),
             links=Links(network=network),
+            starts=starts,
             seconds=seconds,
             on_progress=on_progress,
         ).found

@@ -7,8 +7,8 @@
 
 **Starts**: for V = 1 to 4 stages per rank, in turn or back and forth, boundaries and ranks are annealed by the bound
 b(cut, ranks) = max of `loads` alone, which takes microseconds; the order is listed as if microbatches came at equal
-intervals. Others have stages of equal work, and the order of a named schedule. The best starts begin one chain each, in
-turn, until the budget is spent.
+intervals. Others have stages of equal work, and the order of a named schedule; some may be given. The best starts begin
+one chain each, in turn, until the budget is spent.
 
 **Moves**: a child x' of x is made in three steps, and evaluated in O(S M):
 
@@ -26,13 +26,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import product, repeat
 from random import Random
 
 from ..families.registry import FAMILIES
-from ..ir import Op
+from ..ir import Op, Schedule
 from ..orders.evaluate import Orders
 from .arranged import Arranged, LayerChain, Stages, StageTables
 from .incumbent import Incumbent
@@ -57,10 +57,17 @@ _REPAIRS = 20
 
 
 class ChainSearch:
-    """A search for the best state of a chain; `incumbent` has the budget and counts evaluations."""
+    """A search for the best state of a chain; `incumbent` has the budget and counts evaluations. `given`: schedules of
+    stages, to begin with besides its own starts."""
 
-    def __init__(self, chain: LayerChain, incumbent: Incumbent[Arranged], random: Random) -> None:
-        self.chain, self.incumbent, self.random = chain, incumbent, random
+    def __init__(
+        self,
+        chain: LayerChain,
+        incumbent: Incumbent[Arranged],
+        random: Random,
+        given: Sequence[tuple[Stages, Schedule]] = (),
+    ) -> None:
+        self.chain, self.incumbent, self.random, self.given = chain, incumbent, random, given
         self.P, self.M, self.L, self.ideal = chain.P, chain.M, chain.L, chain.ideal
         self.ends: list[Arranged] = []
         self.in_turn: list[Arranged] = []  # starts on the ranks of named schedules
@@ -113,43 +120,51 @@ class ChainSearch:
     def _starts(self) -> list[Arranged]:
         """States whose boundaries and ranks have small bounds, the best one first; last those with few stages, from
         which chains seldom reach others."""
-        found = []
+        given = [self._start(stages, [self._order_of(schedule)], ()) for stages, schedule in self.given]
+        found = [each for each in given if each]
         kinds = [(V, snakes) for V in _CHUNKS for snakes in (False, True) if V * self.P <= self.L]
         for (V, snakes), is_named in product(kinds, (False, True)):
             S, P = V * self.P, self.P
             stages = self._even(S), [P - 1 - s % P if snakes and s // P % 2 else s % P for s in range(S)]
             named = self._named(V, stages[1]) if is_named else ()
-            stages = stages if is_named else self._settled(_joined(*stages))
-            tries = [(orders, [share] * P) for orders, share in product(named, _OVERS[:3])]
-            for share, lag in product(_OVERS[:3], _LAGS):
-                over, tables = [share] * P, self.chain.tables(stages, [share] * P)
-                if (listed := self.chain.listed(stages[1], tables, self.chain.even(tables, lag), over)) is not None:
-                    tries.append((listed, over))
-            states = (self._played(stages, orders, over, None) for orders, over in tries)
-            best = min((each for each in states if each), key=lambda each: each.value, default=None)
+            best = self._start(stages if is_named else self._settled(_joined(*stages)), named, _LAGS)
             if best is not None:
                 found.append(best)
-                self._keep(best)
                 self.in_turn += [best] if is_named else []
             if self.incumbent.is_over or (found and self._spent() > _STARTING):
                 break
         return sorted(found, key=lambda each: (len(each.ranks) < 2 * self.P - 1, each.value))
 
+    def _start(self, stages: Stages, orders: Iterable[Orders], lags: Sequence[float]) -> Arranged | None:
+        """The best of these orders, and of those listed with these lags; None if none fits."""
+        tries = [(each, [share] * self.P) for each, share in product(orders, _OVERS[:3])]
+        for share, lag in product(_OVERS[:3], lags):
+            over, tables = [share] * self.P, self.chain.tables(stages, [share] * self.P)
+            if (listed := self.chain.listed(stages[1], tables, self.chain.even(tables, lag), over)) is not None:
+                tries.append((listed, over))
+        states = (self._played(stages, each, over, None) for each, over in tries)
+        best = min((each for each in states if each), key=lambda each: each.value, default=None)
+        if best is not None:
+            self._keep(best)
+        return best
+
+    def _order_of(self, schedule: Schedule) -> Orders:
+        """F and I of a schedule, as codes."""
+        S, M = schedule.num_stages, self.M
+        codes = {Op.F: 0, Op.I: S, Op.B: S}
+        return [[(codes[op] + s) * M + k for s, op, k in program if op in codes] for program in schedule.programs]
+
     def _named(self, num_chunks: int, ranks: Sequence[int]) -> Iterator[Orders]:
         """F and I of the named schedules whose stages are on these ranks."""
-        S, M = len(ranks), self.M
         for family in FAMILIES.values():
             has_copies = family.takes_slices or family.weight_copies > 1 or family.rule.is_asynchronous
             if has_copies or not (family.takes_chunks or family.num_chunks == num_chunks):
                 continue
             sizes = {"num_chunks": num_chunks} if family.takes_chunks else {}
             with suppress(ValueError):  # it does not take these sizes
-                made = family.build(num_ranks=self.P, num_microbatches=M, **sizes)
+                made = family.build(num_ranks=self.P, num_microbatches=self.M, **sizes)
                 if made.owners == tuple((rank,) for rank in ranks):
-                    codes = {Op.F: 0, Op.I: S, Op.B: S}
-                    yield [
-                        [(codes[op] + s) * M + k for s, op, k in program if op in codes] for program in made.programs
-                    ]
+                    yield self._order_of(made)
 
     def _even(self, num_stages: int) -> list[int]:
         """The cut into stages of nearly equal work, of a layer each at least."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,7 +11,7 @@ from random import Random
 import numpy as np
 
 from ..ir import Action, Schedule
-from ..orders.evaluate import ORDER_OPS
+from ..orders.evaluate import ORDER_OPS, OrderEvaluator
 from ..orders.problem import MemoryLimitError
 from ..placement import StagePlacement
 from ..timing.costs import Costs
@@ -78,6 +77,7 @@ def synthesize_jointly(
     memory_limit: float | Sequence[float] | None = None,
     runtime: Costs | None = None,
     links: Links | None = None,
+    starts: Sequence[tuple[Cut, Schedule]] = (),
     on_progress: Callable[[Progress], None] | None = None,
     **budget: float | None,
 ) -> JointSynthesis:
@@ -96,6 +96,7 @@ def synthesize_jointly(
             `message_overhead` of an action for each message that it receives or sends, and `norm`; all else of it is
             ignored.
         links: the network between ranks; messages have the sizes of `Layer.output`. Queueing is ignored.
+        starts: cuts, each with a schedule of its stages. What is found is no slower than any that fits the memory.
         on_progress: called with each improvement of the chains.
         budget: `seconds=60.0`, approximate, of CPU time of this thread, so that other processes take nothing from it;
             `evaluations`, None: as many as there is time for; `seed=0`.
@@ -123,7 +124,20 @@ def synthesize_jointly(
         links=links,
     )
     replace(request, placement="plain", links=None, memory_limit=None).problem()  # refuses the rest
-    return _JointSearch(layers, request, Budget.read(**_BUDGET | budget), on_progress).run()  # type: ignore[arg-type]
+    search = _JointSearch(layers, request, Budget.read(**_BUDGET | budget), on_progress)  # type: ignore[arg-type]
+    return search.run([_checked(cut, schedule, request, len(layers)) for cut, schedule in starts])
+
+
+def _checked(cut: Cut, schedule: Schedule, request: Request, num_layers: int) -> tuple[Cut, Schedule]:
+    """ValueError for a start of other layers, ranks or microbatches."""
+    sizes = (request.num_ranks, request.num_microbatches, len(cut) - 1)
+    given = (schedule.num_ranks, schedule.num_microbatches, schedule.num_stages)
+    if given != sizes or [cut[0], cut[-1]] != [0, num_layers] or sorted({*cut}) != [*cut]:
+        raise ValueError(
+            f"a start of cut={cut!r:.60} and {schedule!r}: expected the first layers of its stages and {num_layers} at "
+            f"the end, {sizes[0]} ranks and {sizes[1]} microbatches"
+        )
+    return cut, schedule
 
 
 class _JointSearch:
@@ -153,23 +167,26 @@ class _JointSearch:
             replace(budget, seconds=part * budget.seconds, evaluations=many),
             bound=self.bound,
             on_progress=on_progress,
-            clock=time.thread_time,
         )
 
-    def run(self) -> JointSynthesis:
-        states = ChainSearch(self.chain, self.incumbent, Random(self.budget.seed)).run()
+    def run(self, starts: Sequence[tuple[Cut, Schedule]]) -> JointSynthesis:
+        fitting = [each for each in starts if self._fits(*each)]
+        given = [(([*cut], [rank for (rank,) in schedule.owners]), schedule) for cut, schedule in fitting]
+        ends = ChainSearch(self.chain, self.incumbent, Random(self.budget.seed), given).run()
+        states = [*fitting, *((tuple(state.cut), self._schedule(state)) for state in ends)]
         if not states:
             raise MemoryLimitError(
                 f"memory_limit={self.request.memory_limit}: no cut of {len(self.layers)} layers on {self.P} ranks was "
                 f"found within it, for one microbatch; expected at least {self._smallest_memory():g}"
             )
-        found, incumbent, many = [], self.incumbent, None
+        found, incumbent, many = list[Arrangement](), self.incumbent, None
         if self.budget.evaluations is not None:
             many = max(1, (self.budget.evaluations - incumbent.evaluations) // len(states))
-        for number, state in enumerate(states):
+        for number, (cut, schedule) in enumerate(states):
             seconds = max(0.0, self.budget.seconds - incumbent.elapsed) / (len(states) - number)
             budget = replace(self.budget, seconds=seconds, evaluations=many)
-            found.append(Arrangement(cut=tuple(state.cut), synthesis=self._polished(state, budget)))
+            polished = solve(self._request_for(cut, schedule), budget, start=schedule)
+            found.append(Arrangement(cut=cut, synthesis=polished))
             incumbent.evaluations += found[-1].synthesis.evaluations
         return JointSynthesis(
             found=tuple(sorted(found, key=lambda each: each.value)),
@@ -178,20 +195,26 @@ class _JointSearch:
             evaluations=incumbent.evaluations,
         )
 
-    def _polished(self, state: Arranged, budget: Budget) -> Synthesis:
-        """A search for a better order of a state's actions, which runs I and W as one where that is no slower."""
+    def _fits(self, cut: Cut, schedule: Schedule) -> bool:
+        try:
+            evaluator = OrderEvaluator(self._request_for(cut, schedule).problem())
+        except MemoryLimitError:
+            return False
+        return evaluator.fits(evaluator.orders(schedule))
+
+    def _schedule(self, state: Arranged) -> Schedule:
         M, S = self.request.num_microbatches, len(state.ranks)
         placed = StagePlacement(tuple(s for s in range(S) if state.ranks[s] == rank) for rank in range(self.P))
         programs = tuple(
             tuple(Action(c // M % S, ORDER_OPS[c // (M * S)], c % M) for c in order) for order in state.written
         )
-        start = Schedule(name="auto", placement=placed, programs=programs, num_microbatches=M)
-        return solve(self._request_for(state, placed), budget, start=start)
+        return Schedule(name="auto", placement=placed, programs=programs, num_microbatches=M)
 
-    def _request_for(self, state: Arranged, placed: StagePlacement) -> Request:
-        given, S, cut = self.request, len(state.ranks), state.cut
+    def _request_for(self, cut: Cut, schedule: Schedule) -> Request:
+        given, S, ranks = self.request, schedule.num_stages, [rank for (rank,) in schedule.owners]
+        tables = self.chain.tables(([*cut], ranks), [1.0] * self.P)
         groups = [self.layers[start:end] for start, end in pairwise(cut)]
-        hops = [0, *(int(a != b) for a, b in pairwise(state.ranks)), 0]
+        hops = [0, *(int(a != b) for a, b in pairwise(ranks)), 0]
         columns = ("forward", "input_grad", "weight_grad", "update")
         whole = [math.fsum(each.both for each in own) for own in groups]
         costs = replace(
@@ -202,15 +225,15 @@ class _JointSearch:
         )
         limit: list[float] | None = None
         if given.memory_limit is not None:
-            rooms = zip(state.tables.rooms, self.chain.limits, given.memory_limit, strict=True)  # type: ignore[arg-type]
+            rooms = zip(tables.rooms, self.chain.limits, given.memory_limit, strict=True)  # type: ignore[arg-type]
             limit = [max(0.0, room - rounded + exact) for room, rounded, exact in rooms]
         sizes = [self.chain.output[at] for at in cut[1:-1]]
         return replace(
             given,
             costs=costs,
-            placement=placed,
+            placement=schedule.placement,
             memory_limit=limit,
-            activations=tuple(state.tables.held),
+            activations=tuple(tables.held),
             links=None if given.links is None or S == 1 else replace(given.links, activation_bytes=sizes),
         )
 
