@@ -8,7 +8,7 @@
 **Starts**: for V = 1 to 4 stages per rank, in turn or back and forth, boundaries and ranks are annealed by the bound
 b(cut, ranks) = max of `loads` alone, which takes microseconds; the order is listed as if microbatches came at equal
 intervals. Others have stages of equal work, and the order of a named schedule; some may be given. The best starts begin
-one chain each, in turn, until the budget is spent.
+one chain each, in turn, until the budget is spent, or one ends above what something else has found.
 
 **Moves**: a child x' of x is made in three steps, and evaluated in O(S M):
 
@@ -42,6 +42,7 @@ _STARTING = 0.25  # part of the budget for them, at most
 _SETTLING = 3000  # moves for each
 _LAGS = (0.5, 1.0, 2.0, 4.0)  # of the order of a start: the way back takes so many times as long
 _CHAIN = 15_000  # evaluations of a chain, about
+_LEAST = 3  # chains under a limit of memory, of which the first shows whether more are worth it
 _ENDS = 3  # best results that are kept
 _TRIES = 20  # order moves of a child without a better one
 _FEWEST = 3  # stages beyond two per rank: with fewer, chains end in perfect orders of poor balance
@@ -63,7 +64,7 @@ class ChainSearch:
     def __init__(
         self,
         chain: LayerChain,
-        incumbent: Incumbent[Arranged],
+        incumbent: Incumbent[object],
         random: Random,
         given: Sequence[tuple[Stages, Schedule]] = (),
     ) -> None:
@@ -72,34 +73,25 @@ class ChainSearch:
         self.ends: list[Arranged] = []
         self.in_turn: list[Arranged] = []  # starts on the ranks of named schedules
 
-    def run(self) -> list[Arranged]:
-        """The best states, the best one first, then the best start on the ranks of named schedules, whose own W may do
-        better; none if none fits the memory."""
-        starts = self._starts()
-        number = 0
-        while starts and not self.incumbent.is_over:
-            now, evaluations = self._spent(), self.incumbent.evaluations
-            left = evaluations * (1.0 - now) / max(now, 1e-9)  # at the pace so far
-            part = (1.0 - now) / max(1, round(left / _CHAIN))
+    def run(self, starts: Sequence[Arranged], end: float) -> list[Arranged]:
+        """The best states, the best one first, when so much of the budget is spent; none without a start."""
+        number, least = 0, _LEAST if min(self.chain.limits) < math.inf else 1
+        while starts and self.incumbent.spent < end and not self.incumbent.is_over:
+            now, evaluations = self.incumbent.spent, self.incumbent.evaluations
+            left = evaluations * (end - now) / max(now, 1e-9)  # at the pace so far
+            part = (end - now) / max(1, least - number, round(left / _CHAIN))
             until = now + (1.0 - _ORDERS) * part
             found = self._chain(starts[number % len(starts)], self._cooling(until, _HOT, _COLD))
             self._keep(self._orders(found, self._cooling(now + part, _HOT_ORDER, _COLD_ORDER)))
             number += 1
-        in_turn = min(self.in_turn, key=lambda each: each.value, default=None)
-        is_new = in_turn is not None and all(each is not in_turn for each in self.ends)
-        return [*self.ends, *[each for each in [in_turn] if each and is_new]]
-
-    def _spent(self) -> float:
-        """Part of the budget that is spent: evaluations where their number is given, else seconds."""
-        budget, incumbent = self.incumbent.budget, self.incumbent
-        if budget.evaluations is not None:
-            return incumbent.evaluations / budget.evaluations
-        return incumbent.elapsed / budget.seconds
+            if self.ends[0].value > self.incumbent.value:
+                break
+        return self.ends
 
     def _cooling(self, until: float, hot: float, cold: float) -> Iterator[float]:
         """Falling temperatures [s] until so much of the budget is spent."""
-        begun = self._spent()
-        while (now := self._spent()) < until and not self.incumbent.is_over:
+        begun = self.incumbent.spent
+        while (now := self.incumbent.spent) < until and not self.incumbent.is_over:
             yield self.ideal * hot * (cold / hot) ** ((now - begun) / (until - begun))
 
     def _keep(self, state: Arranged) -> None:
@@ -117,7 +109,7 @@ class ChainSearch:
             self.incumbent.offer(found.value, found, "chains")
         return found
 
-    def _starts(self) -> list[Arranged]:
+    def starts(self) -> list[Arranged]:
         """States whose boundaries and ranks have small bounds, the best one first; last those with few stages, from
         which chains seldom reach others."""
         given = [self._start(stages, [self._order_of(schedule)], ()) for stages, schedule in self.given]
@@ -131,7 +123,7 @@ class ChainSearch:
             if best is not None:
                 found.append(best)
                 self.in_turn += [best] if is_named else []
-            if self.incumbent.is_over or (found and self._spent() > _STARTING):
+            if self.incumbent.is_over or (found and self.incumbent.spent > _STARTING):
                 break
         return sorted(found, key=lambda each: (len(each.ranks) < 2 * self.P - 1, each.value))
 
@@ -200,7 +192,7 @@ class ChainSearch:
         random, (cut, ranks), S = self.random, (list(stages[0]), list(stages[1])), len(stages[1])
         kind, stage, other = random.random() * changes, int(random.random() * S), int(random.random() * S)
         if kind < _BOUNDARIES:
-            _shift(cut, stage, random.choice((-1, 1)))
+            shift(cut, stage, random.choice((-1, 1)))
         elif kind < 0.55:
             ranks[stage] = int(random.random() * self.P)
         elif kind < _RANKS:
@@ -226,9 +218,9 @@ class ChainSearch:
             heavy, kind, new, owners = loads.index(value), random.random(), list(cut), list(ranks)
             stage, other = random.choice([s for s in range(S) if ranks[s] == heavy]), int(random.random() * S)
             if kind < 0.7:
-                _shift(new, *random.choice(((stage, 1), (stage + 1, -1))))
+                shift(new, *random.choice(((stage, 1), (stage + 1, -1))))
                 if kind < 0.3:
-                    _shift(new, other, random.choice((-1, 1)))
+                    shift(new, other, random.choice((-1, 1)))
             elif kind < 0.9:
                 owners[stage], owners[other] = owners[other], heavy
             else:
@@ -363,7 +355,8 @@ def _put(order: list[int], at: int, to: int) -> list[int]:
     return new
 
 
-def _shift(cut: list[int], at: int, by: int) -> None:
+def shift(cut: list[int], at: int, by: int) -> None:
+    """Move a boundary, unless a stage would have no layer left."""
     if 0 < at < len(cut) - 1 and cut[at - 1] < cut[at] + by < cut[at + 1]:
         cut[at] += by
 

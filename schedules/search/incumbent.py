@@ -82,6 +82,12 @@ class Incumbent(Generic[Answer]):
         return time.thread_time() - self.began
 
     @property
+    def spent(self) -> float:
+        """Part of the budget that is spent: evaluations where their number is given, else seconds."""
+        most = self.budget.evaluations
+        return self.elapsed / self.budget.seconds if most is None else self.evaluations / most
+
+    @property
     def is_over(self) -> bool:
         """Whether the bound is reached, or the budget spent once there is an answer."""
         return self.stopped != "tried" and (self.value < math.inf or self.stopped == "optimal")

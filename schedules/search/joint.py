@@ -1,29 +1,48 @@
-"""`synthesize_jointly`: the cut of a chain of layers, the placement of its stages and their schedule at once."""
+"""`synthesize_jointly`: the cut of a chain of layers, the placement of its stages and their schedule at once.
+
+    starts -> cuts moved under their orders -> chains, if these get further -> cuts moved again -> orders of the best
+
+The W of a chain (see `chains`) fill gaps as they come. Where a limit of memory binds, orders whose W have places of
+their own, as `zb-v`, hold as much and wait less: their cuts move alone, while all actions keep their places, and slides
+adapt the order then.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
 from ..ir import Action, Schedule
-from ..orders.evaluate import ORDER_OPS, OrderEvaluator
+from ..orders.evaluate import ORDER_OPS, OrderEvaluator, Orders, SlideSearch
+from ..orders.listing import refill
 from ..orders.problem import MemoryLimitError
 from ..placement import StagePlacement
 from ..timing.costs import Costs
 from ..timing.links import Links
 from .arranged import Arranged, Layer, LayerChain
-from .chains import ChainSearch
+from .chains import ChainSearch, shift
 from .incumbent import Budget, Incumbent, Progress
 from .request import Cut, Request, numbers
+from .search import split
 from .synthesize import Synthesis, solve
 
-_POLISH = 0.1  # part of the budget for the orders of the best results
+_FIRST = 0.15  # part of the budget for moves of the starts
+_CHAINS, _LAST = 0.7, 0.92  # parts that are spent after chains, and after moves of what they found
+_BEST = 5  # results that are moved in turn
+_DRAWN, _PLAYED, _SLID = 200, 30, 3  # cuts near one; those that are played, by their bounds; of these the best slide
+_SLIDES, _HOT = 300, 0.3  # steps of each, and their first temperature, in mean seconds of an action
+_POSED = 200  # problems that are kept
 _BUDGET = {"seconds": 60.0, "evaluations": None, "seed": 0}
+
+
+Placement = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +159,98 @@ def _checked(cut: Cut, schedule: Schedule, request: Request, num_layers: int) ->
     return cut, schedule
 
 
+class _Placed(NamedTuple):
+    """Orders of the stages of a cut, W included, and their value [s]."""
+
+    value: float
+    cut: Cut
+    evaluator: OrderEvaluator
+    orders: Orders
+
+
+class _MovedCuts:
+    """Cuts moved while the orders of their stages stay as they are, and slides of actions on the best of these.
+
+    Arguments:
+        pose: the evaluator of a cut on a placement; None where nothing fits the memory.
+
+    Attributes: `best`, the best few, which are moved in turn.
+    """
+
+    def __init__(
+        self,
+        chain: LayerChain,
+        incumbent: Incumbent[object],
+        random: Random,
+        pose: Callable[[Cut, Placement], OrderEvaluator | None],
+    ) -> None:
+        self.chain, self.incumbent, self.random, self.pose = chain, incumbent, random, pose
+        self.best: list[_Placed] = []
+
+    def take(self, cut: Cut, schedule: Schedule) -> None:
+        """A schedule that fits, to move; with each B also as I and W."""
+        evaluator = self.pose(cut, schedule.placement)
+        assert evaluator is not None
+        orders = evaluator.orders(schedule)
+        for each in (orders, split(evaluator, orders)):
+            self._keep(self._played(cut, evaluator, each))
+
+    def run(self, end: float) -> None:
+        """Move the best until so much of the budget is spent."""
+        while self.best and self.incumbent.spent < end and not self.incumbent.is_over:
+            state = self.best[min(int(self.random.expovariate(1.0)), len(self.best) - 1)]
+            least = {state.cut: state}
+            for each in sorted(self._near(state), key=lambda each: each.value):
+                least.setdefault(each.cut, each)
+            for each in sorted(least.values(), key=lambda each: each.value)[:_SLID]:
+                self._slide(each)
+
+    def _near(self, state: _Placed) -> Iterator[_Placed]:
+        """Its orders on cuts near its own, as they are where that fits, and at times with W anew; by bounds of cuts."""
+        random, problem, P = self.random, state.evaluator.problem, self.chain.P
+        ranks, weights = [*problem.rank_of], 2 * problem.num_stages * self.chain.M
+
+        def bound(cut: Cut) -> tuple[float, Cut]:
+            loads = self.chain.loads(([*cut], ranks))
+            return (max(loads) + 0.3 * sum(loads) / P) * (1.0 + 0.01 * random.random()), cut
+
+        plain = [[code for code in order if code < weights] for order in split(state.evaluator, state.orders)]
+        cuts = {self._shifted(state.cut) for _ in range(_DRAWN)}
+        for cut in sorted(sorted(cuts), key=bound)[:_PLAYED]:
+            if (evaluator := self.pose(cut, problem.placement)) is None:
+                continue
+            if evaluator.fits(state.orders):
+                yield self._played(cut, evaluator, state.orders)
+            fill = random.choice((None, None, None, 0.4, 0.6, 1.0))
+            if fill and (made := refill(evaluator, plain, fill=(fill,) * P, backlog=(weights,) * P)) is not None:
+                yield self._played(cut, evaluator, made)
+
+    def _shifted(self, cut: Cut) -> Cut:
+        new = [*cut]
+        for _ in range(self.random.choice((1, 2, 2, 3))):
+            shift(new, int(self.random.random() * len(new)), self.random.choice((-1, 1)))
+        return tuple(new)
+
+    def _played(self, cut: Cut, evaluator: OrderEvaluator, orders: Orders) -> _Placed:
+        self.incumbent.evaluations += 1
+        return _Placed(evaluator.value(orders), cut, evaluator, orders)
+
+    def _slide(self, state: _Placed) -> None:
+        slides = SlideSearch(state.evaluator)
+        for found in slides.anneal(state.orders, self.random, steps=_SLIDES, hot=_HOT, cold=_HOT / 30):
+            self.incumbent.evaluations += 1
+            if found is not None and found[0] < state.value:
+                state = state._replace(value=found[0], orders=found[1])
+            if self.incumbent.is_over:
+                break
+        self._keep(state)
+
+    def _keep(self, state: _Placed) -> None:
+        if all(state.value != other.value for other in self.best):
+            self.best = sorted([*self.best, state], key=lambda each: each.value)[:_BEST]
+            self.incumbent.offer(state.value, state, "cuts")
+
+
 class _JointSearch:
     """The request is for stages of any layers."""
 
@@ -161,19 +272,22 @@ class _JointSearch:
             links=request.links,
         )
         self.bound = self.chain.least_seconds()
-        part = 1.0 - _POLISH
-        many = None if budget.evaluations is None else max(1, int(part * budget.evaluations))
-        self.incumbent = Incumbent[Arranged](
-            replace(budget, seconds=part * budget.seconds, evaluations=many),
-            bound=self.bound,
-            on_progress=on_progress,
-        )
+        self.incumbent = Incumbent[object](budget, bound=self.bound, on_progress=on_progress)
+        self.posed: dict[tuple[Cut, Placement], OrderEvaluator | None] = {}
 
     def run(self, starts: Sequence[tuple[Cut, Schedule]]) -> JointSynthesis:
         fitting = [each for each in starts if self._fits(*each)]
         given = [(([*cut], [rank for (rank,) in schedule.owners]), schedule) for cut, schedule in fitting]
-        ends = ChainSearch(self.chain, self.incumbent, Random(self.budget.seed), given).run()
-        states = [*fitting, *((tuple(state.cut), self._schedule(state)) for state in ends)]
+        chains = ChainSearch(self.chain, self.incumbent, Random(self.budget.seed), given)
+        cuts = _MovedCuts(self.chain, self.incumbent, Random(self.budget.seed), self._evaluator)
+        first = chains.starts()
+        for cut, schedule in [*fitting, *map(self._written, chains.in_turn)]:
+            cuts.take(cut, schedule)
+        cuts.run(self.incumbent.spent + _FIRST)
+        for state in chains.run(first, _CHAINS):
+            cuts.take(*self._written(state))
+        cuts.run(_LAST)
+        states = [(each.cut, each.evaluator.schedule(each.orders)) for each in cuts.best[:_SLID]] + fitting
         if not states:
             raise MemoryLimitError(
                 f"memory_limit={self.request.memory_limit}: no cut of {len(self.layers)} layers on {self.P} ranks was "
@@ -185,7 +299,7 @@ class _JointSearch:
         for number, (cut, schedule) in enumerate(states):
             seconds = max(0.0, self.budget.seconds - incumbent.elapsed) / (len(states) - number)
             budget = replace(self.budget, seconds=seconds, evaluations=many)
-            polished = solve(self._request_for(cut, schedule), budget, start=schedule)
+            polished = solve(self._request_for(cut, schedule.placement), budget, start=schedule)
             found.append(Arrangement(cut=cut, synthesis=polished))
             incumbent.evaluations += found[-1].synthesis.evaluations
         return JointSynthesis(
@@ -196,23 +310,30 @@ class _JointSearch:
         )
 
     def _fits(self, cut: Cut, schedule: Schedule) -> bool:
-        try:
-            evaluator = OrderEvaluator(self._request_for(cut, schedule).problem())
-        except MemoryLimitError:
-            return False
-        return evaluator.fits(evaluator.orders(schedule))
+        evaluator = self._evaluator(cut, schedule.placement)
+        return evaluator is not None and evaluator.fits(evaluator.orders(schedule))
 
-    def _schedule(self, state: Arranged) -> Schedule:
+    def _evaluator(self, cut: Cut, placement: Placement) -> OrderEvaluator | None:
+        """None where nothing fits the memory."""
+        if (cut, placement) not in self.posed:
+            if len(self.posed) >= _POSED:
+                self.posed.clear()
+            self.posed[cut, placement] = None
+            with suppress(MemoryLimitError):
+                self.posed[cut, placement] = OrderEvaluator(self._request_for(cut, placement).problem())
+        return self.posed[cut, placement]
+
+    def _written(self, state: Arranged) -> tuple[Cut, Schedule]:
         M, S = self.request.num_microbatches, len(state.ranks)
         placed = StagePlacement(tuple(s for s in range(S) if state.ranks[s] == rank) for rank in range(self.P))
         programs = tuple(
             tuple(Action(c // M % S, ORDER_OPS[c // (M * S)], c % M) for c in order) for order in state.written
         )
-        return Schedule(name="auto", placement=placed, programs=programs, num_microbatches=M)
+        return tuple(state.cut), Schedule(name="auto", placement=placed, programs=programs, num_microbatches=M)
 
-    def _request_for(self, cut: Cut, schedule: Schedule) -> Request:
-        given, S, ranks = self.request, schedule.num_stages, [rank for (rank,) in schedule.owners]
-        tables = self.chain.tables(([*cut], ranks), [1.0] * self.P)
+    def _request_for(self, cut: Cut, placement: Placement) -> Request:
+        given, S, ranks = self.request, len(cut) - 1, StagePlacement(placement).rank_of
+        tables = self.chain.tables(([*cut], [*ranks]), [1.0] * self.P)
         groups = [self.layers[start:end] for start, end in pairwise(cut)]
         hops = [0, *(int(a != b) for a, b in pairwise(ranks)), 0]
         columns = ("forward", "input_grad", "weight_grad", "update")
@@ -231,7 +352,7 @@ class _JointSearch:
         return replace(
             given,
             costs=costs,
-            placement=schedule.placement,
+            placement=placement,
             memory_limit=limit,
             activations=tuple(tables.held),
             links=None if given.links is None or S == 1 else replace(given.links, activation_bytes=sizes),

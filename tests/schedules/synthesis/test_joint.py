@@ -89,7 +89,8 @@ def test_what_a_chain_says_is_what_the_evaluator_of_orders_says(kind: str) -> No
         chain = LayerChain(layers, num_microbatches=5, limits=limits, runtime=runtime, links=links)
         incumbent = Incumbent[Arranged](Budget(evaluations=1500), bound=0.0)
         search = ChainSearch(chain, incumbent, Random(0))
-        return search._starts(), search.run()
+        starts = search.starts()
+        return starts, search.run(starts, 1.0)
 
     starts, ends = states()
     assert ends[0].value < min(each.value for each in starts)
