@@ -10,7 +10,7 @@ while it searches, and as they are in what it finds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
 
@@ -38,7 +38,6 @@ from .space import Configuration, SearchSpace
 
 JOINT_SECONDS = 20.0
 MAX_SIZES = 3  # of microbatches that are searched
-MAX_STARTS = 2  # named plans with which each of these searches begins
 MAX_MICROBATCHES = 20_000  # of all devices together: an order is evaluated in less than a tenth of a second
 _LEAST_FORWARD = 1e-9  # of all seconds: the search has no stage that takes no time
 
@@ -100,8 +99,7 @@ def with_joint(
             microbatch_size=size,
             num_microbatches=space.global_batch // size,
         )
-        starts = [_start(evaluator, c, each) for each in found if _is_one_pipeline(each, c)][:MAX_STARTS]
-        for each in _searched(evaluator, c, starts, seconds / len(sizes), report):
+        for each in _searched(evaluator, c, [*_starts(evaluator, c, found)], seconds / len(sizes), report):
             candidate = _candidate(evaluator, c, each)
             if not any(memory.too_many for memory in candidate.memories):
                 joint.append(evaluator.simulate(candidate))
@@ -109,19 +107,17 @@ def with_joint(
     return sorted([*best, *found], key=lambda each: each.simulated_seconds)
 
 
-def _is_one_pipeline(e: Candidate, c: Configuration) -> bool:
-    """Whether a joint search of a configuration may begin with it."""
-    own, family = e.configuration, e.configuration.family
-    sizes = (own.pipeline, own.counts, own.tensors, own.microbatch_size)
-    has_copies = family.weight_copies > 1 or family.rule.is_asynchronous or own.lengths or own.overlaps
-    is_plain = {name for each in e.memories for name in each.recompute} == {"none"}
-    return sizes == (c.pipeline, c.counts, c.tensors, c.microbatch_size) and is_plain and not has_copies
-
-
-def _start(evaluator: PlanEvaluator, c: Configuration, e: Candidate) -> tuple[Ends, Schedule]:
-    ranks = [rank for (rank,) in e.configuration.stage_ranks]
-    made = evaluator.schedules.schedule(e.configuration, c.batch)
-    return e.ends, on_ranks(made, ranks, num_ranks=c.pipeline)
+def _starts(evaluator: PlanEvaluator, c: Configuration, found: Sequence[Candidate]) -> Iterator[tuple[Ends, Schedule]]:
+    """Cuts and schedules of those that are one pipeline over all devices, with one copy of the weights, as they are."""
+    for each in found:
+        own, known = each.configuration, each.configuration.family
+        is_alike = (
+            replace(c, schedule=own.schedule, num_chunks=own.num_chunks, ranks=own.ranks) == own
+        )  # a rank a place
+        is_whole = known.weight_copies == 1 and not known.rule.is_asynchronous
+        if is_alike and is_whole and {name for held in each.memories for name in held.recompute} == {"none"}:
+            made = evaluator.schedules.schedule(own, c.batch)
+            yield each.ends, on_ranks(made, [rank for (rank,) in own.stage_ranks], num_ranks=c.pipeline)
 
 
 def _searched(

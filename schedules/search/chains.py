@@ -7,8 +7,8 @@
 
 **Starts**: for V = 1 to 4 stages per rank, in turn or back and forth, boundaries and ranks are annealed by the bound
 b(cut, ranks) = max of `loads` alone, which takes microseconds; the order is listed as if microbatches came at equal
-intervals. Others have stages of equal work, and the order of a named schedule; some may be given. The best starts begin
-one chain each, in turn, until the budget is spent, or one ends above what something else has found.
+intervals. Others are given. The best starts begin one chain each, in turn, until the budget is spent, or one ends above
+what something else has found.
 
 **Moves**: a child x' of x is made in three steps, and evaluated in O(S M):
 
@@ -27,18 +27,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import product, repeat
 from random import Random
 
-from ..families.registry import FAMILIES
-from ..ir import Op, Schedule
 from ..orders.evaluate import Orders
 from .arranged import Arranged, LayerChain, Stages, StageTables
 from .incumbent import Incumbent
 
 _CHUNKS = (3, 2, 4, 1)  # stages per rank of starts, what promises most first
-_STARTING = 0.25  # part of the budget for them, at most
+_STARTING = 0.2  # part of the budget for them, at most
 _SETTLING = 3000  # moves for each
 _LAGS = (0.5, 1.0, 2.0, 4.0)  # of the order of a start: the way back takes so many times as long
 _CHAIN = 15_000  # evaluations of a chain, about
@@ -58,20 +55,12 @@ _REPAIRS = 20
 
 
 class ChainSearch:
-    """A search for the best state of a chain; `incumbent` has the budget and counts evaluations. `given`: schedules of
-    stages, to begin with besides its own starts."""
+    """A search for the best state of a chain; `incumbent` has the budget and counts evaluations."""
 
-    def __init__(
-        self,
-        chain: LayerChain,
-        incumbent: Incumbent[object],
-        random: Random,
-        given: Sequence[tuple[Stages, Schedule]] = (),
-    ) -> None:
-        self.chain, self.incumbent, self.random, self.given = chain, incumbent, random, given
+    def __init__(self, chain: LayerChain, incumbent: Incumbent[object], random: Random) -> None:
+        self.chain, self.incumbent, self.random = chain, incumbent, random
         self.P, self.M, self.L, self.ideal = chain.P, chain.M, chain.L, chain.ideal
         self.ends: list[Arranged] = []
-        self.in_turn: list[Arranged] = []  # starts on the ranks of named schedules
 
     def run(self, starts: Sequence[Arranged], end: float) -> list[Arranged]:
         """The best states, the best one first, when so much of the budget is spent; none without a start."""
@@ -109,23 +98,23 @@ class ChainSearch:
             self.incumbent.offer(found.value, found, "chains")
         return found
 
-    def starts(self) -> list[Arranged]:
-        """States whose boundaries and ranks have small bounds, the best one first; last those with few stages, from
-        which chains seldom reach others."""
-        given = [self._start(stages, [self._order_of(schedule)], ()) for stages, schedule in self.given]
-        found = [each for each in given if each]
-        kinds = [(V, snakes) for V in _CHUNKS for snakes in (False, True) if V * self.P <= self.L]
-        for (V, snakes), is_named in product(kinds, (False, True)):
-            S, P = V * self.P, self.P
-            stages = self._even(S), [P - 1 - s % P if snakes and s // P % 2 else s % P for s in range(S)]
-            named = self._named(V, stages[1]) if is_named else ()
-            best = self._start(stages if is_named else self._settled(_joined(*stages)), named, _LAGS)
-            if best is not None:
-                found.append(best)
-                self.in_turn += [best] if is_named else []
-            if self.incumbent.is_over or (found and self.incumbent.spent > _STARTING):
+    def starts(self, given: Sequence[tuple[Stages, Orders]] = ()) -> list[Arranged]:
+        """States whose boundaries and ranks have small bounds, and those with the given orders of F and I, the best one
+        first; last those with few stages, from which chains seldom reach others."""
+        until = self.incumbent.spent + _STARTING
+        found = [state for stages, orders in given if (state := self._start(stages, [orders], ()))]
+        for stages in self.even_stages():
+            found += filter(None, [self._start(self._settled(_joined(*stages)), (), _LAGS)])
+            if self.incumbent.is_over or (found and self.incumbent.spent > until):
                 break
         return sorted(found, key=lambda each: (len(each.ranks) < 2 * self.P - 1, each.value))
+
+    def even_stages(self) -> Iterator[Stages]:
+        """Stages of equal work on the ranks in turn, or back and forth."""
+        P = self.P
+        for V, snakes in product(_CHUNKS, (False, True)):
+            if V * P <= self.L:
+                yield self._even(V * P), [P - 1 - s % P if snakes and s // P % 2 else s % P for s in range(V * P)]
 
     def _start(self, stages: Stages, orders: Iterable[Orders], lags: Sequence[float]) -> Arranged | None:
         """The best of these orders, and of those listed with these lags; None if none fits."""
@@ -139,24 +128,6 @@ class ChainSearch:
         if best is not None:
             self._keep(best)
         return best
-
-    def _order_of(self, schedule: Schedule) -> Orders:
-        """F and I of a schedule, as codes."""
-        S, M = schedule.num_stages, self.M
-        codes = {Op.F: 0, Op.I: S, Op.B: S}
-        return [[(codes[op] + s) * M + k for s, op, k in program if op in codes] for program in schedule.programs]
-
-    def _named(self, num_chunks: int, ranks: Sequence[int]) -> Iterator[Orders]:
-        """F and I of the named schedules whose stages are on these ranks."""
-        for family in FAMILIES.values():
-            has_copies = family.takes_slices or family.weight_copies > 1 or family.rule.is_asynchronous
-            if has_copies or not (family.takes_chunks or family.num_chunks == num_chunks):
-                continue
-            sizes = {"num_chunks": num_chunks} if family.takes_chunks else {}
-            with suppress(ValueError):  # it does not take these sizes
-                made = family.build(num_ranks=self.P, num_microbatches=self.M, **sizes)
-                if made.owners == tuple((rank,) for rank in ranks):
-                    yield self._order_of(made)
 
     def _even(self, num_stages: int) -> list[int]:
         """The cut into stages of nearly equal work, of a layer each at least."""

@@ -1,6 +1,6 @@
 """`synthesize_jointly`: the cut of a chain of layers, the placement of its stages and their schedule at once.
 
-    starts -> cuts moved under their orders -> chains, if these get further -> cuts moved again -> orders of the best
+    starts, named orders -> cuts moved under these -> chains, if they get further -> cuts moved -> orders of the best
 
 The W of a chain (see `chains`) fill gaps as they come. Where a limit of memory binds, orders whose W have places of
 their own, as `zb-v`, hold as much and wait less: their cuts move alone, while all actions keep their places, and slides
@@ -10,7 +10,7 @@ adapt the order then.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,21 +19,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..ir import Action, Schedule
-from ..orders.evaluate import ORDER_OPS, OrderEvaluator, Orders, SlideSearch
+from ..ir import Schedule
+from ..orders.evaluate import OrderEvaluator, Orders, SlideSearch
 from ..orders.listing import refill
 from ..orders.problem import MemoryLimitError
 from ..placement import StagePlacement
 from ..timing.costs import Costs
 from ..timing.links import Links
-from .arranged import Arranged, Layer, LayerChain
+from .arranged import Layer, LayerChain, Stages
 from .chains import ChainSearch, shift
 from .incumbent import Budget, Incumbent, Progress
 from .request import Cut, Request, numbers
-from .search import split
+from .search import named_orders, split
 from .synthesize import Synthesis, solve
 
-_FIRST = 0.15  # part of the budget for moves of the starts
+_NAMED = 0.1  # part of the budget after which no more named orders are tried
+_FIRST = 0.15  # part for moves of these
 _CHAINS, _LAST = 0.7, 0.92  # parts that are spent after chains, and after moves of what they found
 _BEST = 5  # results that are moved in turn
 _DRAWN, _PLAYED, _SLID = 200, 30, 3  # cuts near one; those that are played, by their bounds; of these the best slide
@@ -167,88 +168,13 @@ class _Placed(NamedTuple):
     evaluator: OrderEvaluator
     orders: Orders
 
-
-class _MovedCuts:
-    """Cuts moved while the orders of their stages stay as they are, and slides of actions on the best of these.
-
-    Arguments:
-        pose: the evaluator of a cut on a placement; None where nothing fits the memory.
-
-    Attributes: `best`, the best few, which are moved in turn.
-    """
-
-    def __init__(
-        self,
-        chain: LayerChain,
-        incumbent: Incumbent[object],
-        random: Random,
-        pose: Callable[[Cut, Placement], OrderEvaluator | None],
-    ) -> None:
-        self.chain, self.incumbent, self.random, self.pose = chain, incumbent, random, pose
-        self.best: list[_Placed] = []
-
-    def take(self, cut: Cut, schedule: Schedule) -> None:
-        """A schedule that fits, to move; with each B also as I and W."""
-        evaluator = self.pose(cut, schedule.placement)
-        assert evaluator is not None
-        orders = evaluator.orders(schedule)
-        for each in (orders, split(evaluator, orders)):
-            self._keep(self._played(cut, evaluator, each))
-
-    def run(self, end: float) -> None:
-        """Move the best until so much of the budget is spent."""
-        while self.best and self.incumbent.spent < end and not self.incumbent.is_over:
-            state = self.best[min(int(self.random.expovariate(1.0)), len(self.best) - 1)]
-            least = {state.cut: state}
-            for each in sorted(self._near(state), key=lambda each: each.value):
-                least.setdefault(each.cut, each)
-            for each in sorted(least.values(), key=lambda each: each.value)[:_SLID]:
-                self._slide(each)
-
-    def _near(self, state: _Placed) -> Iterator[_Placed]:
-        """Its orders on cuts near its own, as they are where that fits, and at times with W anew; by bounds of cuts."""
-        random, problem, P = self.random, state.evaluator.problem, self.chain.P
-        ranks, weights = [*problem.rank_of], 2 * problem.num_stages * self.chain.M
-
-        def bound(cut: Cut) -> tuple[float, Cut]:
-            loads = self.chain.loads(([*cut], ranks))
-            return (max(loads) + 0.3 * sum(loads) / P) * (1.0 + 0.01 * random.random()), cut
-
-        plain = [[code for code in order if code < weights] for order in split(state.evaluator, state.orders)]
-        cuts = {self._shifted(state.cut) for _ in range(_DRAWN)}
-        for cut in sorted(sorted(cuts), key=bound)[:_PLAYED]:
-            if (evaluator := self.pose(cut, problem.placement)) is None:
-                continue
-            if evaluator.fits(state.orders):
-                yield self._played(cut, evaluator, state.orders)
-            fill = random.choice((None, None, None, 0.4, 0.6, 1.0))
-            if fill and (made := refill(evaluator, plain, fill=(fill,) * P, backlog=(weights,) * P)) is not None:
-                yield self._played(cut, evaluator, made)
-
-    def _shifted(self, cut: Cut) -> Cut:
-        new = [*cut]
-        for _ in range(self.random.choice((1, 2, 2, 3))):
-            shift(new, int(self.random.random() * len(new)), self.random.choice((-1, 1)))
-        return tuple(new)
-
-    def _played(self, cut: Cut, evaluator: OrderEvaluator, orders: Orders) -> _Placed:
-        self.incumbent.evaluations += 1
-        return _Placed(evaluator.value(orders), cut, evaluator, orders)
-
-    def _slide(self, state: _Placed) -> None:
-        slides = SlideSearch(state.evaluator)
-        for found in slides.anneal(state.orders, self.random, steps=_SLIDES, hot=_HOT, cold=_HOT / 30):
-            self.incumbent.evaluations += 1
-            if found is not None and found[0] < state.value:
-                state = state._replace(value=found[0], orders=found[1])
-            if self.incumbent.is_over:
-                break
-        self._keep(state)
-
-    def _keep(self, state: _Placed) -> None:
-        if all(state.value != other.value for other in self.best):
-            self.best = sorted([*self.best, state], key=lambda each: each.value)[:_BEST]
-            self.incumbent.offer(state.value, state, "cuts")
+    @property
+    def plain(self) -> tuple[Stages, Orders]:
+        """Its stages and the order of their F and I."""
+        problem = self.evaluator.problem
+        weights = 2 * problem.num_stages * problem.num_microbatches
+        orders = [[code for code in order if code < weights] for order in split(self.evaluator, self.orders)]
+        return ([*self.cut], [*problem.rank_of]), orders
 
 
 class _JointSearch:
@@ -271,23 +197,25 @@ class _JointSearch:
             runtime=request.costs,
             links=request.links,
         )
-        self.bound = self.chain.least_seconds()
+        self.bound, self.random = self.chain.least_seconds(), Random(budget.seed)
         self.incumbent = Incumbent[object](budget, bound=self.bound, on_progress=on_progress)
+        self.best: list[_Placed] = []
         self.posed: dict[tuple[Cut, Placement], OrderEvaluator | None] = {}
 
     def run(self, starts: Sequence[tuple[Cut, Schedule]]) -> JointSynthesis:
-        fitting = [each for each in starts if self._fits(*each)]
-        given = [(([*cut], [rank for (rank,) in schedule.owners]), schedule) for cut, schedule in fitting]
-        chains = ChainSearch(self.chain, self.incumbent, Random(self.budget.seed), given)
-        cuts = _MovedCuts(self.chain, self.incumbent, Random(self.budget.seed), self._evaluator)
-        first = chains.starts()
-        for cut, schedule in [*fitting, *map(self._written, chains.in_turn)]:
-            cuts.take(cut, schedule)
-        cuts.run(self.incumbent.spent + _FIRST)
+        chains = ChainSearch(self.chain, self.incumbent, Random(self.budget.seed))
+        for cut, schedule in starts:
+            self._take(cut, schedule.placement, lambda evaluator, own=schedule: [evaluator.orders(own)])  # type: ignore[misc]
+        for boundaries, ranks in chains.even_stages():
+            self._take(tuple(boundaries), self._placement(ranks), lambda e: (orders for _, orders in named_orders(e)))
+            if self.incumbent.is_over or self.incumbent.spent > _NAMED:
+                break
+        self._move(self.incumbent.spent + _FIRST)
+        first = chains.starts([each.plain for each in self.best])
         for state in chains.run(first, _CHAINS):
-            cuts.take(*self._written(state))
-        cuts.run(_LAST)
-        states = [(each.cut, each.evaluator.schedule(each.orders)) for each in cuts.best[:_SLID]] + fitting
+            self._take(tuple(state.cut), self._placement(state.ranks), lambda _, own=state: [own.written])  # type: ignore[misc]
+        self._move(_LAST)
+        states = [(each.cut, each.evaluator.schedule(each.orders)) for each in self.best[:_SLID]]
         if not states:
             raise MemoryLimitError(
                 f"memory_limit={self.request.memory_limit}: no cut of {len(self.layers)} layers on {self.P} ranks was "
@@ -309,9 +237,70 @@ class _JointSearch:
             evaluations=incumbent.evaluations,
         )
 
-    def _fits(self, cut: Cut, schedule: Schedule) -> bool:
-        evaluator = self._evaluator(cut, schedule.placement)
-        return evaluator is not None and evaluator.fits(evaluator.orders(schedule))
+    # --- cuts that move while actions stay where they are, and slides ---
+
+    def _move(self, end: float) -> None:
+        """Move cuts of the best orders, and actions of the best of these, until so much of the budget is spent."""
+        while self.best and self.incumbent.spent < end and not self.incumbent.is_over:
+            state = self.best[min(int(self.random.expovariate(1.0)), len(self.best) - 1)]
+            least = {state.cut: state}
+            for each in sorted(self._near(state), key=lambda each: each.value):
+                least.setdefault(each.cut, each)
+            for each in sorted(least.values(), key=lambda each: each.value)[:_SLID]:
+                self._slide(each)
+
+    def _near(self, state: _Placed) -> Iterator[_Placed]:
+        """Its orders on cuts near its own, as they are where that fits, and at times with W anew; by bounds of cuts."""
+        random, problem, P = self.random, state.evaluator.problem, self.P
+        ranks, most = [*problem.rank_of], problem.num_stages * self.chain.M
+
+        def bound(cut: Cut) -> tuple[float, Cut]:
+            loads = self.chain.loads(([*cut], ranks))
+            return (max(loads) + 0.3 * sum(loads) / P) * (1.0 + 0.01 * random.random()), cut
+
+        cuts = {self._shifted(state.cut) for _ in range(_DRAWN)}
+        for cut in sorted(sorted(cuts), key=bound)[:_PLAYED]:
+            if (evaluator := self._evaluator(cut, problem.placement)) is None:
+                continue
+            if evaluator.fits(state.orders):
+                yield self._played(cut, evaluator, state.orders)
+            fill = random.choice((None, None, None, 0.4, 0.6, 1.0))
+            if fill and (made := refill(evaluator, state.plain[1], fill=(fill,) * P, backlog=(most,) * P)) is not None:
+                yield self._played(cut, evaluator, made)
+
+    def _shifted(self, cut: Cut) -> Cut:
+        new = [*cut]
+        for _ in range(self.random.choice((1, 2, 2, 3))):
+            shift(new, int(self.random.random() * len(new)), self.random.choice((-1, 1)))
+        return tuple(new)
+
+    def _played(self, cut: Cut, evaluator: OrderEvaluator, orders: Orders) -> _Placed:
+        self.incumbent.evaluations += 1
+        return _Placed(evaluator.value(orders), cut, evaluator, orders)
+
+    def _slide(self, state: _Placed) -> None:
+        slides = SlideSearch(state.evaluator)
+        for found in slides.anneal(state.orders, self.random, steps=_SLIDES, hot=_HOT, cold=_HOT / 30):
+            self.incumbent.evaluations += 1
+            if found is not None and found[0] < state.value:
+                state = state._replace(value=found[0], orders=found[1])
+            if self.incumbent.is_over:
+                break
+        self._keep(state)
+
+    def _take(self, cut: Cut, placement: Placement, named: Callable[[OrderEvaluator], Iterable[Orders]]) -> None:
+        """Orders that fit, also with each B as I and W."""
+        if (evaluator := self._evaluator(cut, placement)) is not None:
+            for orders in filter(evaluator.fits, named(evaluator)):
+                for each in (orders, split(evaluator, orders)):
+                    self._keep(self._played(cut, evaluator, each))
+
+    def _keep(self, state: _Placed) -> None:
+        if all(state.value != other.value for other in self.best):
+            self.best = sorted([*self.best, state], key=lambda each: each.value)[:_BEST]
+            self.incumbent.offer(state.value, state, "cuts")
+
+    # --- problems ---
 
     def _evaluator(self, cut: Cut, placement: Placement) -> OrderEvaluator | None:
         """None where nothing fits the memory."""
@@ -323,13 +312,8 @@ class _JointSearch:
                 self.posed[cut, placement] = OrderEvaluator(self._request_for(cut, placement).problem())
         return self.posed[cut, placement]
 
-    def _written(self, state: Arranged) -> tuple[Cut, Schedule]:
-        M, S = self.request.num_microbatches, len(state.ranks)
-        placed = StagePlacement(tuple(s for s in range(S) if state.ranks[s] == rank) for rank in range(self.P))
-        programs = tuple(
-            tuple(Action(c // M % S, ORDER_OPS[c // (M * S)], c % M) for c in order) for order in state.written
-        )
-        return tuple(state.cut), Schedule(name="auto", placement=placed, programs=programs, num_microbatches=M)
+    def _placement(self, ranks: Sequence[int]) -> Placement:
+        return tuple(tuple(s for s, own in enumerate(ranks) if own == rank) for rank in range(self.P))
 
     def _request_for(self, cut: Cut, placement: Placement) -> Request:
         given, S, ranks = self.request, len(cut) - 1, StagePlacement(placement).rank_of
