@@ -160,7 +160,7 @@ def _checked(cut: Cut, schedule: Schedule, request: Request, num_layers: int) ->
     return cut, schedule
 
 
-class _Placed(NamedTuple):
+class _OrderedCut(NamedTuple):
     """Orders of the stages of a cut, W included, and their value [s]."""
 
     value: float
@@ -199,7 +199,7 @@ class _JointSearch:
         )
         self.bound, self.random = self.chain.least_seconds(), Random(budget.seed)
         self.incumbent = Incumbent[object](budget, bound=self.bound, on_progress=on_progress)
-        self.best: list[_Placed] = []
+        self.best: list[_OrderedCut] = []
         self.posed: dict[tuple[Cut, Placement], OrderEvaluator | None] = {}
 
     def run(self, starts: Sequence[tuple[Cut, Schedule]]) -> JointSynthesis:
@@ -249,7 +249,7 @@ class _JointSearch:
             for each in sorted(least.values(), key=lambda each: each.value)[:_SLID]:
                 self._slide(each)
 
-    def _near(self, state: _Placed) -> Iterator[_Placed]:
+    def _near(self, state: _OrderedCut) -> Iterator[_OrderedCut]:
         """Its orders on cuts near its own, as they are where that fits, and at times with W anew; by bounds of cuts."""
         random, problem, P = self.random, state.evaluator.problem, self.P
         ranks, most = [*problem.rank_of], problem.num_stages * self.chain.M
@@ -274,11 +274,11 @@ class _JointSearch:
             shift(new, int(self.random.random() * len(new)), self.random.choice((-1, 1)))
         return tuple(new)
 
-    def _played(self, cut: Cut, evaluator: OrderEvaluator, orders: Orders) -> _Placed:
+    def _played(self, cut: Cut, evaluator: OrderEvaluator, orders: Orders) -> _OrderedCut:
         self.incumbent.evaluations += 1
-        return _Placed(evaluator.value(orders), cut, evaluator, orders)
+        return _OrderedCut(evaluator.value(orders), cut, evaluator, orders)
 
-    def _slide(self, state: _Placed) -> None:
+    def _slide(self, state: _OrderedCut) -> None:
         slides = SlideSearch(state.evaluator)
         for found in slides.anneal(state.orders, self.random, steps=_SLIDES, hot=_HOT, cold=_HOT / 30):
             self.incumbent.evaluations += 1
@@ -295,7 +295,7 @@ class _JointSearch:
                 for each in (orders, split(evaluator, orders)):
                     self._keep(self._played(cut, evaluator, each))
 
-    def _keep(self, state: _Placed) -> None:
+    def _keep(self, state: _OrderedCut) -> None:
         if all(state.value != other.value for other in self.best):
             self.best = sorted([*self.best, state], key=lambda each: each.value)[:_BEST]
             self.incumbent.offer(state.value, state, "cuts")
