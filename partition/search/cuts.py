@@ -38,10 +38,11 @@ def candidate_ends(evaluator: PlanEvaluator, c: Configuration) -> list[Ends]:
     """The likely best ones first; none where the graph has no chain of so many stages.
 
     Every way where these are at most ALL_CUTS; else the least slowest stage within the memory (with counts of what runs
-    again, and without), the least slowest stage without a limit (where that finds none), and equal numbers of nodes.
+    again, and without), the least slowest stage without a limit (where that finds none, or where stages share their
+    rank's memory, of which one may take more than its part), and equal numbers of nodes.
     """
     model = evaluator.model(c)
-    found: list[Ends] = []
+    found: list[Ends | None] = []
     if tries_all_cuts(model, c.num_stages):
         every = all_stages(model.cuts.inside, c.num_stages, limit=ALL_CUTS)
         if every is not None:
@@ -50,14 +51,13 @@ def candidate_ends(evaluator: PlanEvaluator, c: Configuration) -> list[Ends]:
     in_flight = evaluator.schedules.in_flight(c, exact=False, kv_share=model.profile.kv_share)
     models = {size: evaluator.model(c, size) for size in {*c.tensors}}
     counts = "none" in model.rules.recompute and bool({*COUNTED} & {*model.rules.recompute})
-    for some in (True, False) if counts and min(place.limits) < math.inf else (False,):
-        reach = _REACH * (-(-len(model.coarse) // c.num_stages))
-        ends = even_ends(models, place, in_flight, c, reach=reach, counts=some)
-        found += [] if ends is None else [ends]
-    by_hand = equal_stages(model.cuts, c.num_stages)
-    if by_hand is not None:
-        found.append(by_hand)
-    return list(dict.fromkeys(found))
+    is_limited, reach = min(place.limits) < math.inf, _REACH * (-(-len(model.coarse) // c.num_stages))
+    for some in (True, False) if counts and is_limited else (False,):
+        found.append(even_ends(models, place, in_flight, c, reach=reach, counts=some))
+    if is_limited and c.num_chunks > 1:
+        found.append(even_ends(models, place, in_flight, c, reach=reach, has_limit=False))
+    found.append(equal_stages(model.cuts, c.num_stages))
+    return [ends for ends in dict.fromkeys(found) if ends is not None]
 
 
 def even_ends(
@@ -68,16 +68,18 @@ def even_ends(
     *,
     reach: int,
     counts: bool = False,
+    has_limit: bool = True,
 ) -> Ends | None:
-    """Cuts with the least slowest stage within the memory, or, where there are none, without a limit; models by
-    tensor size, with the same cuts. With `counts` some of a stage's nodes run again where that is enough.
+    """Cuts with the least slowest stage within the memory, or, where there are none, or without `has_limit`, without a
+    limit; models by tensor size, with the same cuts. With `counts` some of a stage's nodes run again where that is
+    enough.
 
     The same for any reach, in coarse cuts: where a longer stage might be part of it, longer ones are looked at,
     too.
     """
     coarse = models[min(c.tensors)].coarse
     num_cuts = len(coarse)
-    for fits in (True, False):
+    for fits in (True, False) if has_limit else (False,):
         while True:
             costs = _EvenCosts(models, place, in_flight, c, reach=min(reach, num_cuts - 1), counts=counts)
             found = even_stages(costs.within_memory if fits else costs.without_memory_limit, c.num_stages, num_cuts)

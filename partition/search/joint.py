@@ -10,12 +10,13 @@ while it searches, and as they are in what it finds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
 
+from ...schedules.ir import Schedule
 from ...schedules.messages import receives_ahead
 from ...schedules.orders.problem import MemoryLimitError
 from ...schedules.search.arranged import Layer
@@ -29,7 +30,7 @@ from ..memory import GRADIENTS_SENT, context_bytes
 from ..plans.record import OWN
 from ..stage_cost import StageSums
 from .arguments import listed
-from .evaluate import Candidate, PlanEvaluator
+from .evaluate import Candidate, Ends, PlanEvaluator
 from .model import Model
 from .result import label
 from .search import PlanSearch
@@ -98,7 +99,7 @@ def with_joint(
             microbatch_size=size,
             num_microbatches=space.global_batch // size,
         )
-        for each in _searched(evaluator, c, seconds / len(sizes), report):
+        for each in _searched(evaluator, c, [*_starts(evaluator, c, found)], seconds / len(sizes), report):
             candidate = _candidate(evaluator, c, each)
             if not any(memory.too_many for memory in candidate.memories):
                 joint.append(evaluator.simulate(candidate))
@@ -106,8 +107,25 @@ def with_joint(
     return sorted([*best, *found], key=lambda each: each.simulated_seconds)
 
 
+def _starts(evaluator: PlanEvaluator, c: Configuration, found: Sequence[Candidate]) -> Iterator[tuple[Ends, Schedule]]:
+    """Cuts and schedules of those that are one pipeline over all devices, with one copy of the weights, as they are."""
+    for each in found:
+        own, known = each.configuration, each.configuration.family
+        is_alike = (
+            replace(c, schedule=own.schedule, num_chunks=own.num_chunks, ranks=own.ranks) == own
+        )  # a rank a place
+        is_whole = known.weight_copies == 1 and not known.rule.is_asynchronous
+        if is_alike and is_whole and {name for held in each.memories for name in held.recompute} == {"none"}:
+            made = evaluator.schedules.schedule(own, c.batch)
+            yield each.ends, on_ranks(made, [rank for (rank,) in own.stage_ranks], num_ranks=c.pipeline)
+
+
 def _searched(
-    evaluator: PlanEvaluator, c: Configuration, seconds: float, on_progress: Callable[[Progress], None]
+    evaluator: PlanEvaluator,
+    c: Configuration,
+    starts: Sequence[tuple[Ends, Schedule]],
+    seconds: float,
+    on_progress: Callable[[Progress], None],
 ) -> Sequence[Arrangement]:
     """The best few; none where nothing fits the memory."""
     model, topology = evaluator.model(c), evaluator.topology
@@ -132,6 +150,7 @@ def _searched(
                 norm=evaluator.norm,
             ),
             links=Links(network=network),
+            starts=starts,
             seconds=seconds,
             on_progress=on_progress,
         ).found

@@ -97,7 +97,7 @@ def zb_automatic(
         costs: of one stage action each; F, I and W of 1 and no latency by default.
         kept: part of an activation that stays from the end of its I until the end of its W. Then more W may wait, but
             only if the runtime frees the rest at I; `check` and `simulate` count an activation whole until its W.
-        seconds: after which the best so far is taken (wall clock).
+        seconds: after which the best so far is taken (of CPU time).
 
     Raises ValueError for a limit below 1 and costs that are not above 0.
     """

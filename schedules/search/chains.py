@@ -7,8 +7,8 @@
 
 **Starts**: for V = 1 to 4 stages per rank, in turn or back and forth, boundaries and ranks are annealed by the bound
 b(cut, ranks) = max of `loads` alone, which takes microseconds; the order is listed as if microbatches came at equal
-intervals. Others have stages of equal work, and the order of a named schedule. The best starts begin one chain each, in
-turn, until the budget is spent.
+intervals. Others are given. The best starts begin one chain each, in turn, until the budget is spent, or one ends above
+what something else has found.
 
 **Moves**: a child x' of x is made in three steps, and evaluated in O(S M):
 
@@ -26,22 +26,20 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product, repeat
 from random import Random
 
-from ..families.registry import FAMILIES
-from ..ir import Op
 from ..orders.evaluate import Orders
 from .arranged import Arranged, LayerChain, Stages, StageTables
 from .incumbent import Incumbent
 
 _CHUNKS = (3, 2, 4, 1)  # stages per rank of starts, what promises most first
-_STARTING = 0.25  # part of the budget for them, at most
+_STARTING = 0.2  # part of the budget for them, at most
 _SETTLING = 3000  # moves for each
 _LAGS = (0.5, 1.0, 2.0, 4.0)  # of the order of a start: the way back takes so many times as long
 _CHAIN = 15_000  # evaluations of a chain, about
+_LEAST = 3  # chains under a limit of memory, of which the first shows whether more are worth it
 _ENDS = 3  # best results that are kept
 _TRIES = 20  # order moves of a child without a better one
 _FEWEST = 3  # stages beyond two per rank: with fewer, chains end in perfect orders of poor balance
@@ -59,40 +57,30 @@ _REPAIRS = 20
 class ChainSearch:
     """A search for the best state of a chain; `incumbent` has the budget and counts evaluations."""
 
-    def __init__(self, chain: LayerChain, incumbent: Incumbent[Arranged], random: Random) -> None:
+    def __init__(self, chain: LayerChain, incumbent: Incumbent[object], random: Random) -> None:
         self.chain, self.incumbent, self.random = chain, incumbent, random
         self.P, self.M, self.L, self.ideal = chain.P, chain.M, chain.L, chain.ideal
         self.ends: list[Arranged] = []
-        self.in_turn: list[Arranged] = []  # starts on the ranks of named schedules
 
-    def run(self) -> list[Arranged]:
-        """The best states, the best one first, then the best start on the ranks of named schedules, whose own W may do
-        better; none if none fits the memory."""
-        starts = self._starts()
-        number = 0
-        while starts and not self.incumbent.is_over:
-            now, evaluations = self._spent(), self.incumbent.evaluations
-            left = evaluations * (1.0 - now) / max(now, 1e-9)  # at the pace so far
-            part = (1.0 - now) / max(1, round(left / _CHAIN))
+    def run(self, starts: Sequence[Arranged], end: float) -> list[Arranged]:
+        """The best states, the best one first, when so much of the budget is spent; none without a start."""
+        number, least = 0, _LEAST if min(self.chain.limits) < math.inf else 1
+        while starts and self.incumbent.spent < end and not self.incumbent.is_over:
+            now, evaluations = self.incumbent.spent, self.incumbent.evaluations
+            left = evaluations * (end - now) / max(now, 1e-9)  # at the pace so far
+            part = (end - now) / max(1, least - number, round(left / _CHAIN))
             until = now + (1.0 - _ORDERS) * part
             found = self._chain(starts[number % len(starts)], self._cooling(until, _HOT, _COLD))
             self._keep(self._orders(found, self._cooling(now + part, _HOT_ORDER, _COLD_ORDER)))
             number += 1
-        in_turn = min(self.in_turn, key=lambda each: each.value, default=None)
-        is_new = in_turn is not None and all(each is not in_turn for each in self.ends)
-        return [*self.ends, *[each for each in [in_turn] if each and is_new]]
-
-    def _spent(self) -> float:
-        """Part of the budget that is spent: evaluations where their number is given, else seconds."""
-        budget, incumbent = self.incumbent.budget, self.incumbent
-        if budget.evaluations is not None:
-            return incumbent.evaluations / budget.evaluations
-        return incumbent.elapsed / budget.seconds
+            if self.ends[0].value > self.incumbent.value:
+                break
+        return self.ends
 
     def _cooling(self, until: float, hot: float, cold: float) -> Iterator[float]:
         """Falling temperatures [s] until so much of the budget is spent."""
-        begun = self._spent()
-        while (now := self._spent()) < until and not self.incumbent.is_over:
+        begun = self.incumbent.spent
+        while (now := self.incumbent.spent) < until and not self.incumbent.is_over:
             yield self.ideal * hot * (cold / hot) ** ((now - begun) / (until - begun))
 
     def _keep(self, state: Arranged) -> None:
@@ -110,46 +98,36 @@ class ChainSearch:
             self.incumbent.offer(found.value, found, "chains")
         return found
 
-    def _starts(self) -> list[Arranged]:
-        """States whose boundaries and ranks have small bounds, the best one first; last those with few stages, from
-        which chains seldom reach others."""
-        found = []
-        kinds = [(V, snakes) for V in _CHUNKS for snakes in (False, True) if V * self.P <= self.L]
-        for (V, snakes), is_named in product(kinds, (False, True)):
-            S, P = V * self.P, self.P
-            stages = self._even(S), [P - 1 - s % P if snakes and s // P % 2 else s % P for s in range(S)]
-            named = self._named(V, stages[1]) if is_named else ()
-            stages = stages if is_named else self._settled(_joined(*stages))
-            tries = [(orders, [share] * P) for orders, share in product(named, _OVERS[:3])]
-            for share, lag in product(_OVERS[:3], _LAGS):
-                over, tables = [share] * P, self.chain.tables(stages, [share] * P)
-                if (listed := self.chain.listed(stages[1], tables, self.chain.even(tables, lag), over)) is not None:
-                    tries.append((listed, over))
-            states = (self._played(stages, orders, over, None) for orders, over in tries)
-            best = min((each for each in states if each), key=lambda each: each.value, default=None)
-            if best is not None:
-                found.append(best)
-                self._keep(best)
-                self.in_turn += [best] if is_named else []
-            if self.incumbent.is_over or (found and self._spent() > _STARTING):
+    def starts(self, given: Sequence[tuple[Stages, Orders]] = ()) -> list[Arranged]:
+        """States whose boundaries and ranks have small bounds, and those with the given orders of F and I, the best one
+        first; last those with few stages, from which chains seldom reach others."""
+        until = self.incumbent.spent + _STARTING
+        found = [state for stages, orders in given if (state := self._start(stages, [orders], ()))]
+        for stages in self.even_stages():
+            found += filter(None, [self._start(self._settled(_joined(*stages)), (), _LAGS)])
+            if self.incumbent.is_over or (found and self.incumbent.spent > until):
                 break
         return sorted(found, key=lambda each: (len(each.ranks) < 2 * self.P - 1, each.value))
 
-    def _named(self, num_chunks: int, ranks: Sequence[int]) -> Iterator[Orders]:
-        """F and I of the named schedules whose stages are on these ranks."""
-        S, M = len(ranks), self.M
-        for family in FAMILIES.values():
-            has_copies = family.takes_slices or family.weight_copies > 1 or family.rule.is_asynchronous
-            if has_copies or not (family.takes_chunks or family.num_chunks == num_chunks):
-                continue
-            sizes = {"num_chunks": num_chunks} if family.takes_chunks else {}
-            with suppress(ValueError):  # it does not take these sizes
-                made = family.build(num_ranks=self.P, num_microbatches=M, **sizes)
-                if made.owners == tuple((rank,) for rank in ranks):
-                    codes = {Op.F: 0, Op.I: S, Op.B: S}
-                    yield [
-                        [(codes[op] + s) * M + k for s, op, k in program if op in codes] for program in made.programs
-                    ]
+    def even_stages(self) -> Iterator[Stages]:
+        """Stages of equal work on the ranks in turn, or back and forth."""
+        P = self.P
+        for V, snakes in product(_CHUNKS, (False, True)):
+            if V * P <= self.L:
+                yield self._even(V * P), [P - 1 - s % P if snakes and s // P % 2 else s % P for s in range(V * P)]
+
+    def _start(self, stages: Stages, orders: Iterable[Orders], lags: Sequence[float]) -> Arranged | None:
+        """The best of these orders, and of those listed with these lags; None if none fits."""
+        tries = [(each, [share] * self.P) for each, share in product(orders, _OVERS[:3])]
+        for share, lag in product(_OVERS[:3], lags):
+            over, tables = [share] * self.P, self.chain.tables(stages, [share] * self.P)
+            if (listed := self.chain.listed(stages[1], tables, self.chain.even(tables, lag), over)) is not None:
+                tries.append((listed, over))
+        states = (self._played(stages, each, over, None) for each, over in tries)
+        best = min((each for each in states if each), key=lambda each: each.value, default=None)
+        if best is not None:
+            self._keep(best)
+        return best
 
     def _even(self, num_stages: int) -> list[int]:
         """The cut into stages of nearly equal work, of a layer each at least."""
@@ -185,7 +163,7 @@ class ChainSearch:
         random, (cut, ranks), S = self.random, (list(stages[0]), list(stages[1])), len(stages[1])
         kind, stage, other = random.random() * changes, int(random.random() * S), int(random.random() * S)
         if kind < _BOUNDARIES:
-            _shift(cut, stage, random.choice((-1, 1)))
+            shift(cut, stage, random.choice((-1, 1)))
         elif kind < 0.55:
             ranks[stage] = int(random.random() * self.P)
         elif kind < _RANKS:
@@ -211,9 +189,9 @@ class ChainSearch:
             heavy, kind, new, owners = loads.index(value), random.random(), list(cut), list(ranks)
             stage, other = random.choice([s for s in range(S) if ranks[s] == heavy]), int(random.random() * S)
             if kind < 0.7:
-                _shift(new, *random.choice(((stage, 1), (stage + 1, -1))))
+                shift(new, *random.choice(((stage, 1), (stage + 1, -1))))
                 if kind < 0.3:
-                    _shift(new, other, random.choice((-1, 1)))
+                    shift(new, other, random.choice((-1, 1)))
             elif kind < 0.9:
                 owners[stage], owners[other] = owners[other], heavy
             else:
@@ -348,7 +326,8 @@ def _put(order: list[int], at: int, to: int) -> list[int]:
     return new
 
 
-def _shift(cut: list[int], at: int, by: int) -> None:
+def shift(cut: list[int], at: int, by: int) -> None:
+    """Move a boundary, unless a stage would have no layer left."""
     if 0 < at < len(cut) - 1 and cut[at - 1] < cut[at] + by < cut[at + 1]:
         cut[at] += by
 

@@ -61,7 +61,7 @@ class Budget:
 
 class Incumbent(Generic[Answer]):
     """The best answer so far, and the remaining budget. No answer can be below the bound [s] (0: not known). `history`:
-    each improvement. `clock`: of the seconds; None: the wall clock."""
+    each improvement. Seconds are of CPU time of this thread, so that other processes take nothing from a search."""
 
     def __init__(
         self,
@@ -69,10 +69,9 @@ class Incumbent(Generic[Answer]):
         *,
         bound: float,
         on_progress: Callable[[Progress], None] | None = None,
-        clock: Callable[[], float] | None = None,
     ) -> None:
-        self.budget, self.bound, self.on_progress, self.clock = budget, bound, on_progress, clock or time.monotonic
-        self.began = self.clock()
+        self.budget, self.bound, self.on_progress = budget, bound, on_progress
+        self.began = time.thread_time()
         self.evaluations = 0
         self.value = math.inf
         self.answer: Answer | None = None
@@ -80,7 +79,13 @@ class Incumbent(Generic[Answer]):
 
     @property
     def elapsed(self) -> float:
-        return self.clock() - self.began
+        return time.thread_time() - self.began
+
+    @property
+    def spent(self) -> float:
+        """Part of the budget that is spent: evaluations where their number is given, else seconds."""
+        most = self.budget.evaluations
+        return self.elapsed / self.budget.seconds if most is None else self.evaluations / most
 
     @property
     def is_over(self) -> bool:

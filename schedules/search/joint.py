@@ -1,30 +1,49 @@
-"""`synthesize_jointly`: the cut of a chain of layers, the placement of its stages and their schedule at once."""
+"""`synthesize_jointly`: the cut of a chain of layers, the placement of its stages and their schedule at once.
+
+    starts, named orders -> cuts moved under these -> chains, if they get further -> cuts moved -> orders of the best
+
+The W of a chain (see `chains`) fill gaps as they come. Where a limit of memory binds, orders whose W have places of
+their own, as `zb-v`, hold as much and wait less: their cuts move alone, while all actions keep their places, and slides
+adapt the order then.
+"""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
-from ..ir import Action, Schedule
-from ..orders.evaluate import ORDER_OPS
+from ..ir import Schedule
+from ..orders.evaluate import OrderEvaluator, Orders, SlideSearch
+from ..orders.listing import refill
 from ..orders.problem import MemoryLimitError
 from ..placement import StagePlacement
 from ..timing.costs import Costs
 from ..timing.links import Links
-from .arranged import Arranged, Layer, LayerChain
-from .chains import ChainSearch
+from .arranged import Layer, LayerChain, Stages
+from .chains import ChainSearch, shift
 from .incumbent import Budget, Incumbent, Progress
 from .request import Cut, Request, numbers
+from .search import named_orders, split
 from .synthesize import Synthesis, solve
 
-_POLISH = 0.1  # part of the budget for the orders of the best results
+_NAMED = 0.1  # part of the budget after which no more named orders are tried
+_FIRST = 0.15  # part for moves of these
+_CHAINS, _LAST = 0.7, 0.92  # parts that are spent after chains, and after moves of what they found
+_BEST = 5  # results that are moved in turn
+_DRAWN, _PLAYED, _SLID = 200, 30, 3  # cuts near one; those that are played, by their bounds; of these the best slide
+_SLIDES, _HOT = 300, 0.3  # steps of each, and their first temperature, in mean seconds of an action
+_POSED = 200  # problems that are kept
 _BUDGET = {"seconds": 60.0, "evaluations": None, "seed": 0}
+
+
+Placement = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +97,7 @@ def synthesize_jointly(
     memory_limit: float | Sequence[float] | None = None,
     runtime: Costs | None = None,
     links: Links | None = None,
+    starts: Sequence[tuple[Cut, Schedule]] = (),
     on_progress: Callable[[Progress], None] | None = None,
     **budget: float | None,
 ) -> JointSynthesis:
@@ -96,6 +116,7 @@ def synthesize_jointly(
             `message_overhead` of an action for each message that it receives or sends, and `norm`; all else of it is
             ignored.
         links: the network between ranks; messages have the sizes of `Layer.output`. Queueing is ignored.
+        starts: cuts, each with a schedule of its stages. What is found is no slower than any that fits the memory.
         on_progress: called with each improvement of the chains.
         budget: `seconds=60.0`, approximate, of CPU time of this thread, so that other processes take nothing from it;
             `evaluations`, None: as many as there is time for; `seed=0`.
@@ -123,7 +144,37 @@ def synthesize_jointly(
         links=links,
     )
     replace(request, placement="plain", links=None, memory_limit=None).problem()  # refuses the rest
-    return _JointSearch(layers, request, Budget.read(**_BUDGET | budget), on_progress).run()  # type: ignore[arg-type]
+    search = _JointSearch(layers, request, Budget.read(**_BUDGET | budget), on_progress)  # type: ignore[arg-type]
+    return search.run([_checked(cut, schedule, request, len(layers)) for cut, schedule in starts])
+
+
+def _checked(cut: Cut, schedule: Schedule, request: Request, num_layers: int) -> tuple[Cut, Schedule]:
+    """ValueError for a start of other layers, ranks or microbatches."""
+    sizes = (request.num_ranks, request.num_microbatches, len(cut) - 1)
+    given = (schedule.num_ranks, schedule.num_microbatches, schedule.num_stages)
+    if given != sizes or [cut[0], cut[-1]] != [0, num_layers] or sorted({*cut}) != [*cut]:
+        raise ValueError(
+            f"a start of cut={cut!r:.60} and {schedule!r}: expected the first layers of its stages and {num_layers} at "
+            f"the end, {sizes[0]} ranks and {sizes[1]} microbatches"
+        )
+    return cut, schedule
+
+
+class _OrderedCut(NamedTuple):
+    """Orders of the stages of a cut, W included, and their value [s]."""
+
+    value: float
+    cut: Cut
+    evaluator: OrderEvaluator
+    orders: Orders
+
+    @property
+    def plain(self) -> tuple[Stages, Orders]:
+        """Its stages and the order of their F and I."""
+        problem = self.evaluator.problem
+        weights = 2 * problem.num_stages * problem.num_microbatches
+        orders = [[code for code in order if code < weights] for order in split(self.evaluator, self.orders)]
+        return ([*self.cut], [*problem.rank_of]), orders
 
 
 class _JointSearch:
@@ -146,30 +197,38 @@ class _JointSearch:
             runtime=request.costs,
             links=request.links,
         )
-        self.bound = self.chain.least_seconds()
-        part = 1.0 - _POLISH
-        many = None if budget.evaluations is None else max(1, int(part * budget.evaluations))
-        self.incumbent = Incumbent[Arranged](
-            replace(budget, seconds=part * budget.seconds, evaluations=many),
-            bound=self.bound,
-            on_progress=on_progress,
-            clock=time.thread_time,
-        )
+        self.bound, self.random = self.chain.least_seconds(), Random(budget.seed)
+        self.incumbent = Incumbent[object](budget, bound=self.bound, on_progress=on_progress)
+        self.best: list[_OrderedCut] = []
+        self.posed: dict[tuple[Cut, Placement], OrderEvaluator | None] = {}
 
-    def run(self) -> JointSynthesis:
-        states = ChainSearch(self.chain, self.incumbent, Random(self.budget.seed)).run()
+    def run(self, starts: Sequence[tuple[Cut, Schedule]]) -> JointSynthesis:
+        chains = ChainSearch(self.chain, self.incumbent, Random(self.budget.seed))
+        for cut, schedule in starts:
+            self._take(cut, schedule.placement, lambda evaluator, own=schedule: [evaluator.orders(own)])  # type: ignore[misc]
+        for boundaries, ranks in chains.even_stages():
+            self._take(tuple(boundaries), self._placement(ranks), lambda e: (orders for _, orders in named_orders(e)))
+            if self.incumbent.is_over or self.incumbent.spent > _NAMED:
+                break
+        self._move(self.incumbent.spent + _FIRST)
+        first = chains.starts([each.plain for each in self.best])
+        for state in chains.run(first, _CHAINS):
+            self._take(tuple(state.cut), self._placement(state.ranks), lambda _, own=state: [own.written])  # type: ignore[misc]
+        self._move(_LAST)
+        states = [(each.cut, each.evaluator.schedule(each.orders)) for each in self.best[:_SLID]]
         if not states:
             raise MemoryLimitError(
                 f"memory_limit={self.request.memory_limit}: no cut of {len(self.layers)} layers on {self.P} ranks was "
                 f"found within it, for one microbatch; expected at least {self._smallest_memory():g}"
             )
-        found, incumbent, many = [], self.incumbent, None
+        found, incumbent, many = list[Arrangement](), self.incumbent, None
         if self.budget.evaluations is not None:
             many = max(1, (self.budget.evaluations - incumbent.evaluations) // len(states))
-        for number, state in enumerate(states):
+        for number, (cut, schedule) in enumerate(states):
             seconds = max(0.0, self.budget.seconds - incumbent.elapsed) / (len(states) - number)
             budget = replace(self.budget, seconds=seconds, evaluations=many)
-            found.append(Arrangement(cut=tuple(state.cut), synthesis=self._polished(state, budget)))
+            polished = solve(self._request_for(cut, schedule.placement), budget, start=schedule)
+            found.append(Arrangement(cut=cut, synthesis=polished))
             incumbent.evaluations += found[-1].synthesis.evaluations
         return JointSynthesis(
             found=tuple(sorted(found, key=lambda each: each.value)),
@@ -178,20 +237,89 @@ class _JointSearch:
             evaluations=incumbent.evaluations,
         )
 
-    def _polished(self, state: Arranged, budget: Budget) -> Synthesis:
-        """A search for a better order of a state's actions, which runs I and W as one where that is no slower."""
-        M, S = self.request.num_microbatches, len(state.ranks)
-        placed = StagePlacement(tuple(s for s in range(S) if state.ranks[s] == rank) for rank in range(self.P))
-        programs = tuple(
-            tuple(Action(c // M % S, ORDER_OPS[c // (M * S)], c % M) for c in order) for order in state.written
-        )
-        start = Schedule(name="auto", placement=placed, programs=programs, num_microbatches=M)
-        return solve(self._request_for(state, placed), budget, start=start)
+    # --- cuts that move while actions stay where they are, and slides ---
 
-    def _request_for(self, state: Arranged, placed: StagePlacement) -> Request:
-        given, S, cut = self.request, len(state.ranks), state.cut
+    def _move(self, end: float) -> None:
+        """Move cuts of the best orders, and actions of the best of these, until so much of the budget is spent."""
+        while self.best and self.incumbent.spent < end and not self.incumbent.is_over:
+            state = self.best[min(int(self.random.expovariate(1.0)), len(self.best) - 1)]
+            least = {state.cut: state}
+            for each in sorted(self._near(state), key=lambda each: each.value):
+                least.setdefault(each.cut, each)
+            for each in sorted(least.values(), key=lambda each: each.value)[:_SLID]:
+                self._slide(each)
+
+    def _near(self, state: _OrderedCut) -> Iterator[_OrderedCut]:
+        """Its orders on cuts near its own, as they are where that fits, and at times with W anew; by bounds of cuts."""
+        random, problem, P = self.random, state.evaluator.problem, self.P
+        ranks, most = [*problem.rank_of], problem.num_stages * self.chain.M
+
+        def bound(cut: Cut) -> tuple[float, Cut]:
+            loads = self.chain.loads(([*cut], ranks))
+            return (max(loads) + 0.3 * sum(loads) / P) * (1.0 + 0.01 * random.random()), cut
+
+        cuts = {self._shifted(state.cut) for _ in range(_DRAWN)}
+        for cut in sorted(sorted(cuts), key=bound)[:_PLAYED]:
+            if (evaluator := self._evaluator(cut, problem.placement)) is None:
+                continue
+            if evaluator.fits(state.orders):
+                yield self._played(cut, evaluator, state.orders)
+            fill = random.choice((None, None, None, 0.4, 0.6, 1.0))
+            if fill and (made := refill(evaluator, state.plain[1], fill=(fill,) * P, backlog=(most,) * P)) is not None:
+                yield self._played(cut, evaluator, made)
+
+    def _shifted(self, cut: Cut) -> Cut:
+        new = [*cut]
+        for _ in range(self.random.choice((1, 2, 2, 3))):
+            shift(new, int(self.random.random() * len(new)), self.random.choice((-1, 1)))
+        return tuple(new)
+
+    def _played(self, cut: Cut, evaluator: OrderEvaluator, orders: Orders) -> _OrderedCut:
+        self.incumbent.evaluations += 1
+        return _OrderedCut(evaluator.value(orders), cut, evaluator, orders)
+
+    def _slide(self, state: _OrderedCut) -> None:
+        slides = SlideSearch(state.evaluator)
+        for found in slides.anneal(state.orders, self.random, steps=_SLIDES, hot=_HOT, cold=_HOT / 30):
+            self.incumbent.evaluations += 1
+            if found is not None and found[0] < state.value:
+                state = state._replace(value=found[0], orders=found[1])
+            if self.incumbent.is_over:
+                break
+        self._keep(state)
+
+    def _take(self, cut: Cut, placement: Placement, named: Callable[[OrderEvaluator], Iterable[Orders]]) -> None:
+        """Orders that fit, also with each B as I and W."""
+        if (evaluator := self._evaluator(cut, placement)) is not None:
+            for orders in filter(evaluator.fits, named(evaluator)):
+                for each in (orders, split(evaluator, orders)):
+                    self._keep(self._played(cut, evaluator, each))
+
+    def _keep(self, state: _OrderedCut) -> None:
+        if all(state.value != other.value for other in self.best):
+            self.best = sorted([*self.best, state], key=lambda each: each.value)[:_BEST]
+            self.incumbent.offer(state.value, state, "cuts")
+
+    # --- problems ---
+
+    def _evaluator(self, cut: Cut, placement: Placement) -> OrderEvaluator | None:
+        """None where nothing fits the memory."""
+        if (cut, placement) not in self.posed:
+            if len(self.posed) >= _POSED:
+                self.posed.clear()
+            self.posed[cut, placement] = None
+            with suppress(MemoryLimitError):
+                self.posed[cut, placement] = OrderEvaluator(self._request_for(cut, placement).problem())
+        return self.posed[cut, placement]
+
+    def _placement(self, ranks: Sequence[int]) -> Placement:
+        return tuple(tuple(s for s, own in enumerate(ranks) if own == rank) for rank in range(self.P))
+
+    def _request_for(self, cut: Cut, placement: Placement) -> Request:
+        given, S, ranks = self.request, len(cut) - 1, StagePlacement(placement).rank_of
+        tables = self.chain.tables(([*cut], [*ranks]), [1.0] * self.P)
         groups = [self.layers[start:end] for start, end in pairwise(cut)]
-        hops = [0, *(int(a != b) for a, b in pairwise(state.ranks)), 0]
+        hops = [0, *(int(a != b) for a, b in pairwise(ranks)), 0]
         columns = ("forward", "input_grad", "weight_grad", "update")
         whole = [math.fsum(each.both for each in own) for own in groups]
         costs = replace(
@@ -202,15 +330,15 @@ class _JointSearch:
         )
         limit: list[float] | None = None
         if given.memory_limit is not None:
-            rooms = zip(state.tables.rooms, self.chain.limits, given.memory_limit, strict=True)  # type: ignore[arg-type]
+            rooms = zip(tables.rooms, self.chain.limits, given.memory_limit, strict=True)  # type: ignore[arg-type]
             limit = [max(0.0, room - rounded + exact) for room, rounded, exact in rooms]
         sizes = [self.chain.output[at] for at in cut[1:-1]]
         return replace(
             given,
             costs=costs,
-            placement=placed,
+            placement=placement,
             memory_limit=limit,
-            activations=tuple(state.tables.held),
+            activations=tuple(tables.held),
             links=None if given.links is None or S == 1 else replace(given.links, activation_bytes=sizes),
         )
 

@@ -154,7 +154,7 @@ def synthesize(
         links: the network between ranks. The search ignores queueing; where messages have sizes, or sums share the
             links, its best orders and all named ones are then simulated.
         start: a schedule to begin with, besides the named ones.
-        seconds: wall clock that the search may take.
+        seconds: of CPU time of this thread that the search may take, so that other processes take nothing from it.
         evaluations: most orders that it tries, counting each slide, and as many again if `kept_share` is below 1, so
             that a smaller share is never worse; None: as many as there is time for.
         seed: of the random choices.
@@ -305,9 +305,9 @@ def solve(
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Synthesis:
     """`synthesize` with its arguments as records."""
-    began = time.monotonic()
+    began = time.thread_time()
     problems = request.problems()
-    budget = replace(budget, seconds=max(0.0, budget.seconds + began - time.monotonic()))
+    budget = replace(budget, seconds=max(0.0, budget.seconds + began - time.thread_time()))
     portfolio = Portfolio(problems, budget, start=start, on_progress=on_progress)
     portfolio.search_as_asked()
     portfolio.search_as_if_all_were_kept()

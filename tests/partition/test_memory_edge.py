@@ -82,3 +82,21 @@ def test_at_every_edge_the_fastest_that_fits_is_found(seed: int) -> None:
             found = planned(profile, cluster, M, limit, straight=True)
             assert found.simulated_step_time == pytest.approx(min(fitting), rel=1e-9)
             assert max(found.memory_bytes.values()) <= limit * (1 + 1e-12)
+
+
+@pytest.mark.thorough(but=["zb-v"])
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
+def test_a_limit_of_what_the_best_plan_takes_makes_none_slower(schedule: str) -> None:
+    """Under a V the first of two stages holds nearly all that its rank does, which is more than half of the limit."""
+    rng = Random(1)
+    nodes = [
+        Node(name=f"n{i}", forward_seconds=s, backward_seconds=2 * s, stash_bytes=1.0)
+        for i in range(30)
+        for s in [rng.choice([1.0, 1.5, 2.5])]
+    ]
+    options: dict[str, Any] = {"global_batch": 8, "schedules": (schedule,), "chunk_sizes": (2,), "pipeline_sizes": (4,)}
+    free = plan(Profile(nodes=nodes, microbatch_size=1), Cluster.parse("4:net=1000GB/s"), **options)
+    most = max(free.memory_bytes.values())
+    bound = plan(Profile(nodes=nodes, microbatch_size=1), Cluster.parse("4:net=1000GB/s"), memory_limit=most, **options)
+    assert max(bound.memory_bytes.values()) <= most
+    assert (bound.simulated_step_time or 0.0) <= (free.simulated_step_time or 0.0)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from stagewright.schedules import Costs, build, check, lower_bound, simulate
 
 from .random_schedules import steady
+from .synthesis.published import published, request
 
 DATA = Path(__file__).parents[1] / "data" / "zero_bubble"
 AUTOMATIC = ("zb-1p", "zb-2p", "zb-v")
@@ -90,6 +91,15 @@ def test_published_bubbles_of_the_v_over_memory(row: dict[str, float]) -> None:
     sizes = {"num_ranks": 16, "num_microbatches": 48, "memory_limit": 32 * row["limit"]}
     schedule = build("zb-v", **sizes, costs=costs, kept=part_kept(5120, 40))
     assert round(simulate(schedule, costs).span_bubble, 4) <= row["v"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("point", published("v of"), ids=lambda p: f"{p['ranks']}-{p['memory']}")
+def test_published_bubbles_of_larger_models_over_memory(point: dict[str, str]) -> None:
+    asked = request(point)
+    sizes = {name: asked[name] for name in ("num_ranks", "num_microbatches", "memory_limit", "costs")}
+    schedule = build("zb-v", **sizes, kept=asked["kept_share"])
+    assert round(simulate(schedule, asked["costs"]).span_bubble, 4) <= float(point["bubble"])
 
 
 @pytest.mark.thorough(but=["4-12-limits0"])

@@ -14,10 +14,11 @@ from support.inside import (
     Incumbent,
     LayerChain,
     Request,
+    on_ranks,
 )
 from support.inside import SynthesisEvaluateEvaluator as OrderEvaluator
 
-from stagewright.schedules import Costs, Layer, Link, Links, MemoryLimitError, Op, synthesize, synthesize_jointly
+from stagewright.schedules import Costs, Layer, Link, Links, MemoryLimitError, Op, build, synthesize, synthesize_jointly
 
 ORDERS = 40
 ROUTES = {(a, b): Link(latency=0.05 * a, seconds_per_byte=0.1 * (b + 1)) for a in range(4) for b in range(4)}
@@ -88,7 +89,8 @@ def test_what_a_chain_says_is_what_the_evaluator_of_orders_says(kind: str) -> No
         chain = LayerChain(layers, num_microbatches=5, limits=limits, runtime=runtime, links=links)
         incumbent = Incumbent[Arranged](Budget(evaluations=1500), bound=0.0)
         search = ChainSearch(chain, incumbent, Random(0))
-        return search._starts(), search.run()
+        starts = search.starts()
+        return starts, search.run(starts, 1.0)
 
     starts, ends = states()
     assert ends[0].value < min(each.value for each in starts)
@@ -171,6 +173,43 @@ def test_a_limit_that_only_some_cuts_meet() -> None:
         synthesize_jointly(layers, num_ranks=2, num_microbatches=3, memory_limit=7, evaluations=50)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_it_is_no_slower_than_any_start_that_fits(seed: int) -> None:
+    """Within just the memory of one, on ranks in any order, with no time for more than a look at it; another one mostly
+    needs too much."""
+    random, layers = Random(seed), drawn(Random(seed), 9)
+    runtime, links = RUNTIMES[random.choice([*RUNTIMES])]
+    P, M = random.choice([2, 3]), random.randint(2, 5)
+    name, V = random.choice([("zb-v", 2), ("1f1b", 1), ("interleaved", 3), ("zb-h2", 1)])
+    M = M + -M % P if name == "interleaved" else M
+    chunks = {"num_chunks": V} if name == "interleaved" else {}
+    named = build(name, num_ranks=P, num_microbatches=M, **chunks)  # type: ignore[arg-type]
+    start = on_ranks(named, random.sample(range(P), P), num_ranks=P)
+    cut = (0, *sorted(random.sample(range(1, 9), V * P - 1)), 9)
+
+    def posed(limits: list[float]) -> OrderEvaluator:
+        asked = request_for(layers, cut, start.placement, M=M, limits=limits, runtime=runtime, links=links)
+        return OrderEvaluator(asked.problem())
+
+    free = posed([1e9] * P)
+    weights = [sum(layer.weights for s in own for layer in layers[cut[s] : cut[s + 1]]) for own in start.placement]
+    limits = [peak + own for peak, own in zip(free.peaks(free.orders(start)), weights, strict=True)]
+    greedy = on_ranks(build("gpipe", num_ranks=P, num_microbatches=M), range(P), num_ranks=P)
+    given = [((0, *sorted(random.sample(range(1, 9), P - 1)), 9), greedy), (cut, start)]
+    found = synthesize_jointly(
+        layers,
+        num_ranks=P,
+        num_microbatches=M,
+        memory_limit=limits,
+        runtime=runtime,
+        links=links,
+        starts=given,
+        evaluations=1,
+    )
+    assert found.best.value <= free.value(free.orders(start)) * (1 + 1e-9)
+    assert found.best.value == found.best.synthesis.timeline.makespan
+
+
 def _peaks(found) -> list[float]:  # type: ignore[no-untyped-def]
     """By rank, the most that it holds, counted along its program."""
     changes = ({Op.F: 1.0, Op.W: -1.0, Op.B: -1.0}, found.problem.held)
@@ -192,6 +231,10 @@ def test_bad_input() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             synthesize_jointly(layers, **{"num_ranks": 2, "num_microbatches": 2} | wrong)  # type: ignore[arg-type]
+    named = build("1f1b", num_ranks=2, num_microbatches=2)
+    for cut, M in (((0, 1, 2), 2), ((0, 2, 2, 3), 2), ((0, 1, 3), 4)):
+        with pytest.raises(ValueError, match="a start of cut="):
+            synthesize_jointly(layers, num_ranks=2, num_microbatches=M, starts=[(cut, named)])
     with pytest.raises(TypeError, match="takes no cuts"):
         synthesize_jointly(layers, num_ranks=2, num_microbatches=2, cuts=3)
     with pytest.raises(ValueError, match="forward=0"):
