@@ -194,7 +194,7 @@ def _follows_from_forms(func: Any) -> bool:
     cache (FakeTensorMode._validate_cache_key) leaves out do not count."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
         return False
-    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(str(func._name), "CompositeImplicitAutograd")
     return func not in _LIFTS and not (func.is_view and is_composite)
 
 
@@ -252,7 +252,7 @@ def _fake(
     mode: FakeTensorMode, inner: torch.Tensor, device: torch.device, attributes: Mapping[str, Any]
 ) -> torch.Tensor:
     """What FakeTensor(mode, inner, device) makes, with these attributes, at a fifth of the cost."""
-    made: Any = torch.Tensor._make_subclass(
+    made: torch.Tensor = torch.Tensor._make_subclass(
         FakeTensor, inner, False, dispatch_device=True, device_for_backend_keys=device
     )
     torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
