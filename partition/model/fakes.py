@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils import _pytree as pytree
 
 from .forms import Arguments
-from .memory import Operations, carried_out
+from .memory import Operations, memory_of
 from .modes import uncompiled
 from .surroundings import Surroundings
 from .untouched import Places, untouched
@@ -54,10 +55,10 @@ def stand_ins(module: nn.Module, device: torch.device) -> Iterator[set[int]]:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             if given.get("training", given.get("train", False)):
                 statistics.update(id(given[name]) for name in _STATISTICS if given.get(name) is not None)
-        return carried_out(function, args, kwargs)
+        return function(*args, **kwargs)
 
-    # It sees each operation, and takes a sixth of its time. What wants a gradient is never a statistic.
-    has_statistics = any(not fake.requires_grad for fake in fakes.values())
+    # It sees each operation, and takes a sixth of its time. What wants a gradient, or is whole, is no statistic.
+    has_statistics = any(fake.is_floating_point() and not fake.requires_grad for fake in fakes.values())
     try:
         with Operations(watch) if has_statistics else nullcontext():
             yield written
@@ -102,6 +103,7 @@ def _names_of_normalisation(func: Any) -> tuple[str, ...]:
 
 
 _aten = torch.ops.aten
+_LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
 _PRODUCTS = {_aten.linear, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot}
 _PRODUCTS |= {_aten.convolution, _aten._cdist_forward, _aten.index_add}
 _NORMS = {_aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm, _aten._native_batch_norm_legit}
@@ -132,11 +134,13 @@ def strict_fake_mode(joined: set[tuple[int, ...]] | None = None) -> FakeTensorMo
 
 
 def _fake_mode() -> FakeTensorMode:
-    """One that knows grouped products of any type, which real tensors have: torch's own (2.13) takes bfloat16 alone."""
+    """One that knows grouped products of any type, which real tensors have: torch's own (2.13) takes bfloat16 alone;
+    and that remembers what operations gave for tensors of the same forms, as blocks of a model have."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # torch's own cache takes four times as long
     carry_out = mode.dispatch
 
-    def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if getattr(func, "overloadpacket", None) is _aten._grouped_mm and (args[0].dim(), args[1].dim()) == (2, 3):
             rows, weight = args[:2]
             if rows.dtype in (torch.float32, torch.float16) and (rows.dtype, rows.size(1)) == (
@@ -147,8 +151,110 @@ def _fake_mode() -> FakeTensorMode:
                     return torch.empty(rows.size(0), weight.size(2), dtype=rows.dtype, device=rows.device)
         return carry_out(func, types, args, kwargs)
 
+    def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        place = _place_of(mode, func, args, kwargs)
+        if place and place[0] is not None:
+            return place[0](mode, args)
+        value = run(func, types, args, kwargs)
+        if place == [] and _place_of(mode, func, args, kwargs) is place:  # not where an argument has another form now
+            place.append(_making(mode, func, args, kwargs, value))
+        return value
+
     mode.dispatch = dispatch  # type: ignore[method-assign]  # operators of a higher order know no class but its own
     return mode
+
+
+# What makes the value of an operation from its arguments; None: it has to run each time.
+_Making = Callable[[FakeTensorMode, Sequence[Any]], Any] | None
+_VALUES = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+
+
+@lru_cache(maxsize=1 << 14)
+def _place(form: object) -> list[_Making]:
+    """A place for what operations of this form give."""
+    return []
+
+
+def _place_of(mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Any) -> list[_Making] | None:
+    """The place of an operation with its arguments; None where their forms do not say all that its value depends on."""
+    if not _follows_from_forms(func):
+        return None
+    around = torch.get_default_dtype(), torch._C._get_default_device(), torch.is_inference_mode_enabled()
+    try:
+        forms = [_form(mode, x) for x in args]
+        named = [(name, _form(mode, x)) for name, x in kwargs.items()] if kwargs else ()
+    except _UnknownError:
+        return None
+    return _place((func, around, *forms, *named))
+
+
+@cache
+def _follows_from_forms(func: Any) -> bool:
+    """Whether the form of what an operation gives depends on those of its arguments alone; those that torch's own
+    cache (FakeTensorMode._validate_cache_key) leaves out do not count."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
+        return False
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(str(func._name), "CompositeImplicitAutograd")
+    return func not in _LIFTS and not (func.is_view and is_composite)
+
+
+class _UnknownError(Exception):
+    """Raised for an argument whose form does not say all."""
+
+
+def _form(mode: FakeTensorMode, x: Any) -> object:
+    kind = type(x)
+    if kind is FakeTensor:
+        if x.constant is None and x.layout is torch.strided and x.fake_mode is mode:
+            flags = x.requires_grad, x.is_conj(), x.is_neg(), x.is_inference()
+            memory = x.storage_offset(), x.untyped_storage().nbytes()
+            return x.shape, x.stride(), x.dtype, x.fake_device, flags, memory
+    elif kind in _VALUES:
+        return kind, x
+    elif kind is list or kind is tuple:
+        return kind, *[_form(mode, each) for each in x]
+    raise _UnknownError
+
+
+def _making(mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Any, value: Any) -> _Making:
+    """What makes such a value again: the first argument itself, views of it, or new tensors."""
+    if args and value is args[0]:
+        return lambda mode, args: args[0]
+    given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    is_view = func.is_view or func is _aten._unsafe_view.default
+    several = isinstance(value, list | tuple)
+    outputs = list(value) if several else [value]
+    if func._schema.is_mutable or (is_view and not (len(given) == 1 and given[0] is args[0])):
+        return None
+    if not all(type(x) is FakeTensor and x.constant is None and x.layout is torch.strided for x in outputs):
+        return None
+    held = [{key: value for key, value in vars(x).items() if key != "fake_mode"} for x in outputs]
+    layouts = [(x.shape, x.stride(), x.storage_offset(), x.dtype, x.fake_device) for x in outputs]
+    kind = list if isinstance(value, list) else tuple
+
+    def make(mode: FakeTensorMode, args: Sequence[Any]) -> Any:
+        made: list[torch.Tensor] = []
+        for (shape, stride, offset, dtype, device), attributes in zip(layouts, held, strict=True):
+            if is_view:
+                inner = torch.empty_strided((0,), (1,), dtype=dtype, device="meta")
+                inner.set_(args[0].untyped_storage(), offset, shape, stride)
+            else:
+                inner = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            # What FakeTensor(mode, inner, device) makes, at a fifth of the cost
+            options = {"dispatch_device": True, "device_for_backend_keys": device}
+            made.append(torch.Tensor._make_subclass(FakeTensor, inner, False, **options))
+            torch._C._set_warn_deprecated_on_mutable_data_ptr(made[-1])
+            vars(made[-1]).update(attributes, fake_mode=mode)
+        return kind(made) if several else made[0]
+
+    again = make(mode, args) if several else [make(mode, args)]
+    facts = [[_facts(x, given) for x in each] for each in (again, outputs)]
+    return make if facts[0] == facts[1] else None
+
+
+def _facts(x: torch.Tensor, given: Sequence[torch.Tensor]) -> object:
+    sharing = [memory_of(x) == memory_of(each) for each in given]
+    return torch._C._dispatch_key_set(x), x.storage_offset(), x.untyped_storage().nbytes(), x.requires_grad, sharing
 
 
 @contextmanager

@@ -64,6 +64,9 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
+DEVICE = torch.ops.prim.device.default  # on which a tensor is: four of five operations on fake ones; they know it
+
+
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within: operations go through a function, which takes each with its arguments and keywords."""
 
@@ -79,18 +82,9 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and type(args[0]) is FakeTensor:
+            return args[0].device
         return self._through(func, args, kwargs or {})
-
-
-_DEVICE = torch.ops.prim.device.default
-
-
-def carried_out(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operation; on which device a fake tensor is, which two of three ask, from itself at once
-    instead of through all modes that are on."""
-    if operator is _DEVICE and type(args[0]) is FakeTensor:
-        return FakeTensor.__torch_dispatch__(operator, (FakeTensor,), args)
-    return operator(*args, **kwargs)
 
 
 def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
@@ -112,7 +106,7 @@ def noting_writes() -> Iterator[set[object]]:
 
     def note(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         memories.update(map(memory_of, written(operator, args, kwargs)))
-        return carried_out(operator, args, kwargs)
+        return operator(*args, **kwargs)
 
     with Operations(note):
         yield memories

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.inside import Arguments, Form, FormError, call_for_shapes, first_run, given_stages, model_units, stand_ins
+from support.inside import (
+    Arguments,
+    Form,
+    FormError,
+    call_for_shapes,
+    first_run,
+    given_stages,
+    model_units,
+    stand_ins,
+    strict_fake_mode,
+)
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -282,3 +292,64 @@ def test_integers_are_ones_where_zeros_are_an_error_and_each_try_begins_anew() -
 
 def test_outside_of_a_fake_mode_it_is_a_call() -> None:
     assert call_for_shapes(nn.Identity(), (3,)) == 3
+
+
+F = nn.functional
+REMEMBERED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "views": lambda x, n: (x[1:], x.t()[:, 1], x.view(2, 12)[:, ::3], x.expand(2, 4, 6), *x.split(2), x.detach()),
+    "copies": lambda x, n: (x.t().reshape(24), x.reshape(24), x.t().contiguous(), x.contiguous(), x.clone()),
+    "in place": lambda x, n: (x.clone().mul_(2), x.clone().t().add_(n.t()), x.clone().t_(), (x + n).squeeze_()),
+    "on what was given": lambda x, n: (n.add_(1), n.t_() if n.shape == (4, 6) else n, n.mul(2)),
+    "sizes": lambda x, n: (n.clone().resize_(2, 2), x.new_empty(3), x.new_zeros(2, 5), torch.zeros_like(x.t())),
+    "numbers": lambda x, n: (n.long() * 1.5, n.long() * 2, n > 1, torch.arange(4), torch.full((2,), 1), n.long() / 2),
+    "the default type": lambda x, n: torch.set_default_dtype(torch.float64) or (n.long() * 1.5, torch.ones(2)),
+    "constants": lambda x, n: (torch.tensor(3), torch.tensor([1.0, 2.0]) * x[:, :2], torch.tensor(3).item()),
+    "reads values": lambda x, n: n.nonzero(),
+    "one value": lambda x, n: x.sum().item(),
+    "picked": lambda x, n: (x[torch.zeros(3, dtype=torch.int64)], x.index_select(1, torch.zeros(2, dtype=torch.int64))),
+    "masked": lambda x, n: x[x > 0],
+    "of two types": lambda x, n: F.linear(x, n.double()),
+    "of other sizes": lambda x, n: x @ n,
+    "complex": lambda x, n: (torch.complex(x, n).conj(), torch.complex(x, n).conj().imag, torch.view_as_real(x + 0j)),
+    "layers": lambda x, n: (F.layer_norm(x, (6,)), F.dropout(x, 0.5), F.softmax(x, -1), F.gelu(x), x.std(), x.max(1)),
+    "a convolution": lambda x, n: F.conv2d(
+        x.view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last), n[:3, :2, None, None]
+    ),
+    "attention": lambda x, n: F.scaled_dot_product_attention(*[x.view(1, 2, 3, 4)] * 3, is_causal=True),
+    "batch norm": lambda x, n: F.batch_norm(x, n[0].clone(), n[1].clone().abs(), training=True),
+    "without a graph": lambda x, n: torch.no_grad()(lambda: (x * 2, x[0], x.relu()))(),
+}
+
+
+@pytest.mark.parametrize("code", REMEMBERED.values(), ids=REMEMBERED)
+def test_what_operations_gave_before_they_give_again(code: Callable[[Tensor, Tensor], Any]) -> None:
+    """The second and third time in our mode as in torch's own without any memory: facts of results and arguments."""
+
+    def facts(mode: FakeTensorMode, shape: tuple[int, int]) -> object:
+        default = torch.get_default_dtype()
+        with mode:
+            given = torch.empty(shape, requires_grad=True) * 1, torch.empty(shape)
+            try:
+                leaves = torch.utils._pytree.tree_leaves(code(*given))
+            except Exception as error:
+                return type(error), str(error)
+            finally:
+                torch.set_default_dtype(default)
+            found = [x for x in (*given, *leaves) if isinstance(x, Tensor)]
+            memory = [x.untyped_storage()._cdata for x in found]
+            return [
+                (
+                    (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, type(x), x.is_conj(), x.is_neg()),
+                    (x._version, x._is_view(), x.is_leaf, x.requires_grad, type(x.grad_fn)),
+                    [one == place for one in memory],
+                )
+                for x, place in zip(found, memory, strict=True)
+            ], [x for x in leaves if not isinstance(x, Tensor)]
+
+    for shape in [(4, 6), (6, 4), (4, 6)]:
+        plain = FakeTensorMode(allow_non_fake_inputs=True)
+        plain.cache_enabled = False
+        expected = facts(plain, shape)
+        if code is REMEMBERED["of two types"]:
+            expected = (RuntimeError, "mm of torch.float32 and torch.float64, which takes one type")
+        assert [facts(strict_fake_mode(), shape) for _ in range(2)] == [expected] * 2

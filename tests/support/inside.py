@@ -87,7 +87,7 @@ _NAMES = {
     "partition.model.copies": "Copies",
     "partition.model.chain": "given_stages",
     "partition.model.cut": "SLACK cut_evenly",
-    "partition.model.fakes": "stand_ins",
+    "partition.model.fakes": "stand_ins strict_fake_mode",
     "partition.model.forms": "Arguments Form FormError Tensors",
     "partition.model.made_up": "call_for_shapes",
     "partition.model.model_units": "RecordedUnits RecordingError model_units record",

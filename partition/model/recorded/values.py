@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ..caches import Caches, flat
-from ..memory import Operations, carried_out, memory_of
+from ..memory import Operations, memory_of
 from ..untouched import python_and_numpy
 from .calls import DRAWS
 from .refusals import RefusedError
@@ -202,7 +202,7 @@ class Owners:
             for leaf in _leaves(function, (args, kwargs)):
                 if isinstance(leaf, FakeTensor) and id(leaf) not in self._passed:
                     self._look_at(leaf, unit)
-        result = carried_out(function, args, kwargs)
+        result = function(*args, **kwargs)
         if unit is not None:
             self._caches.note(function, args, kwargs, result)
         for leaf in _leaves(function, result):
