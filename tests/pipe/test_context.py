@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import Seen, TokenBlocks
-from support.parts import Parts
+from support.parts import GIVEN, Parts
 from support.pool import Pool
 from support.sliced import VOCABULARY, T, batch, chain, counted_loss, gpt, mean_loss
 from support.small import sgd
@@ -289,12 +289,8 @@ def _refused(kind: str) -> None:
         pipe.forward_backward(tokens, targets)
 
 
-class _Skips(nn.Module):
+class _Skips(Parts, inner=GIVEN, number=GIVEN):
     """Leaves its attention out where its tokens say so: other layers on each member, as many calls."""
-
-    def __init__(self, inner: nn.Module, number: int) -> None:
-        super().__init__()
-        self.inner, self.number = inner, number
 
     def forward(self, x: Tensor) -> Tensor:
         skips = self.training and torch.is_grad_enabled() and torch.distributed.get_rank() == self.number

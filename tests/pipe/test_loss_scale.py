@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parts import GIVEN, Parts
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
@@ -361,13 +362,8 @@ def test_what_cannot_be() -> None:
     pipe.close()
 
 
-class Inside(nn.Module):
+class Inside(Parts, linear=lambda: nn.Linear(WIDTH, WIDTH), how=GIVEN):
     """Computes in float16 by itself."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "cast":
