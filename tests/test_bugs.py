@@ -1,7 +1,7 @@
 """Bugs that were there once, one test each. Those that a test elsewhere shows already:
 
 a receive closed the strides of a transposed tensor, and dropout behind it drew another mask
-    pipe/test_numerics_gloo.py, test_dropout_at_the_entry_of_a_stage_that_receives_a_transposed_tensor
+    pipe/test_numerics.py, test_dropout_at_the_entry_of_a_stage_that_receives_a_transposed_tensor
 a rank that failed left its gloo connections open (abort() does nothing), and the others ran into their time-outs
     comm/test_transport.py, test_a_rank_that_lets_go_is_noticed_at_once
 ranks with batches of other sizes: gloo ended the process of whoever received too much

@@ -7,12 +7,15 @@ loss_fn(output, target): uses aside always, never, or for some microbatches
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import train_piped
 from support.parts import Parts
+from support.plain import batch as plain_batch
 from support.records import records
 from torch import Tensor, nn
 
@@ -42,6 +45,11 @@ class Sided(nn.Module):
         return h, self.tied(aside).tanh()
 
 
+def model_of(kind: type[nn.Module] = Sided) -> Any:
+    torch.manual_seed(1)
+    return kind().double()
+
+
 def ignoring(output: Any, target: Tensor) -> Tensor:
     return F.mse_loss(output[0], target)
 
@@ -53,28 +61,20 @@ def sometimes(output: Any, target: Tensor) -> Tensor:
     return loss + F.mse_loss(aside, target) if float(target[0, 0]) > 0 else loss
 
 
-def model_of(kind: type[nn.Module] = Sided) -> Any:
-    torch.manual_seed(1)
-    return kind().double()
-
-
 def batch(*firsts: float) -> tuple[Tensor, Tensor]:
     """Two samples a microbatch; `firsts`: the sign of each microbatch's first target."""
-    generator = torch.Generator().manual_seed(5)
-    x, y = (torch.randn(2 * MICROBATCHES, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
+    x, y = plain_batch(5, WIDTH, samples=2 * MICROBATCHES)
     y[::2, 0] = y[::2, 0].abs() * torch.tensor(firsts, dtype=torch.float64)
     return x, y
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.5)
+adamw = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.5)
 
 
 def piped(model: nn.Module, loss_fn: Loss, **options: Any) -> PipelineModule:
     settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": MICROBATCHES, "example_inputs": batch(1)[:1]}
-    return PipelineModule(
-        model, **records(**(settings | {"loss_fn": loss_fn, "optimizer": adamw, "timeout": 120.0} | options))
-    )
+    settings |= {"loss_fn": loss_fn, "optimizer": adamw, "timeout": 120.0}
+    return PipelineModule(model, **records(**(settings | options)))
 
 
 def plain_steps(model: Any, loss_fn: Loss, batches: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor | None]]:
@@ -98,11 +98,6 @@ FLUSH = [
 ]
 
 
-def clear(pipe: PipelineModule) -> None:
-    for parameter in pipe.parameters():
-        parameter.grad = None
-
-
 def differences(loss_fn: Loss, options: dict[str, Any]) -> list[str]:
     """Where a pipeline's gradients and weights are not those of one process; also as one rank of several."""
     plain, model = model_of(), model_of()
@@ -110,7 +105,7 @@ def differences(loss_fn: Loss, options: dict[str, Any]) -> list[str]:
     pipe = piped(model, loss_fn, **options)
     found = []
     for step, (given, expected) in enumerate(zip(BATCHES, wanted, strict=True)):
-        clear(pipe)
+        model.zero_grad()
         pipe.forward_backward(*given)
         for name, parameter in pipe.named_parameters():
             theirs = expected[name]
@@ -118,13 +113,12 @@ def differences(loss_fn: Loss, options: dict[str, Any]) -> list[str]:
                 found.append(f"step {step}: {name} has gradient {parameter.grad}, and {theirs} in one process")
             elif theirs is not None and not torch.allclose(parameter.grad, theirs, rtol=0, atol=1e-12):
                 found.append(f"step {step}: the gradient of {name} differs")
-        clear(pipe)
+        model.zero_grad()
         pipe.train_step(*given)
-    for name, value in pipe.full_state_dict().items():
-        if not torch.allclose(value, plain.state_dict()[name], rtol=0, atol=1e-10):
-            found.append(f"{name} differs")
+    state = pipe.full_state_dict()
     pipe.close()
-    return found
+    wrong = [n for n, x in plain.state_dict().items() if not torch.allclose(state[n], x, rtol=0, atol=1e-10)]
+    return [*found, *(f"{name} differs" for name in wrong)]
 
 
 @pytest.mark.thorough(but=["{'schedule': 'gpipe', 'mesh': {'pipe': 2, 'data': 2}, 'num_microbatches': 2}-ignoring"])
@@ -147,10 +141,7 @@ def test_in_a_stream(recompute: str) -> None:
 
     models = [model_of(), model_of(Alone)]
     for model in models:
-        pipe = piped(model, ignoring, schedule="2bw", recompute=recompute)
-        for given in BATCHES:
-            pipe.train_step(*given)
-        pipe.flush()
+        train_piped(piped(model, ignoring, schedule="2bw", recompute=recompute), BATCHES)
     before, (one, other) = model_of().state_dict(), [model.state_dict() for model in models]
     for name, value in one.items():
         assert torch.equal(value, other[name]), name
@@ -185,13 +176,7 @@ def test_an_autograd_function_that_hands_nothing_on() -> None:
 def test_a_gradient_that_stops_coming_is_refused() -> None:
     """An attribute decides: nothing announced that the gradient might not be there."""
 
-    class Deaf(nn.Module):
-        deaf = False
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.own = nn.Linear(WIDTH, WIDTH)
-
+    class Deaf(Parts, own=lambda: nn.Linear(WIDTH, WIDTH), deaf=False):
         def forward(self, x: Tensor) -> Tensor:
             return self.own(torch.zeros_like(x) if self.deaf else x)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import re
@@ -15,12 +16,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
+from support import small
+from support.failing import told
 from support.inside import GivenOptions, Options, device_of, plain, read_options, tell_of_gpus
 from support.pool import Pool
-from support.small import layers, make, sgd
+from support.small import WIDTH, layers, make, sgd
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn import functional as F
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import stagewright as sw
 from stagewright.partition import Cluster, Node, Profile
@@ -31,7 +37,7 @@ from stagewright.schedules import build
 X, Y = (torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
 
 
-def small(**options: Any) -> sw.PipelineModule:
+def tiny(**options: Any) -> sw.PipelineModule:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     settings: dict[str, Any] = {"loss_fn": F.mse_loss, "mesh": {"pipe": 2}, "num_microbatches": 4}
@@ -56,7 +62,7 @@ def test_a_name_that_never_was() -> None:
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'scheduler': expected lr_scheduler=$"):
         make(scheduler=None)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'micro_batches': expected num_microbatches="):
-        small(micro_batches=4)
+        tiny(micro_batches=4)
 
 
 def test_a_list_of_modules_is_one_of_stages() -> None:
@@ -82,7 +88,7 @@ def test_a_plan_and_a_schedule_are_told_apart_by_what_the_file_holds(tmp_path: P
     assert read(schedule=str(plan)).schedule == found
     assert read(schedule=order).schedule == order
     with pytest.raises(ValueError, match=r"missing\.json"):
-        small(schedule=str(tmp_path / "missing.json"))
+        tiny(schedule=str(tmp_path / "missing.json"))
 
 
 @pytest.mark.parametrize(
@@ -100,26 +106,26 @@ def test_a_plan_and_a_schedule_are_told_apart_by_what_the_file_holds(tmp_path: P
 def test_what_does_not_go_together(options: dict[str, Any], message: str) -> None:
     model = options.pop("model", None)
     with pytest.raises(ValueError, match=message):
-        small(**options).train_step(X, Y) if model is None else sw.PipelineModule(model, **options)
+        tiny(**options).train_step(X, Y) if model is None else sw.PipelineModule(model, **options)
 
 
 def test_precision_is_autocast_around_every_call() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        around = small()
+        around = tiny()
         expected = [around.train_step(X, Y).loss for _ in range(3)], around.predict(X)
-    inside = small(precision="bf16")
+    inside = tiny(precision="bf16")
     losses = [inside.train_step(X, Y).loss for _ in range(3)]
     assert losses == expected[0]
     assert torch.equal(inside.predict(X), expected[1])  # type: ignore[arg-type]
-    plainly = small()
+    plainly = tiny()
     assert [plainly.train_step(X, Y).loss for _ in range(3)] != losses
 
 
 def test_float16_has_a_loss_scale_of_its_own() -> None:
-    pipe = small(precision=torch.float16)
+    pipe = tiny(precision=torch.float16)
     assert pipe.train_step(X, Y).skipped is False
     with pytest.raises(ValueError, match=r"precision='fp16'"):
-        small(precision="fp16", optimizer=None).forward_backward(X, Y)
+        tiny(precision="fp16", optimizer=None).forward_backward(X, Y)
 
 
 class Uncopyable(nn.Linear):
@@ -143,10 +149,10 @@ def test_the_first_batch_is_verified_by_default(monkeypatch: pytest.MonkeyPatch)
     source = inspect.getsource(sw.PipelineModule.__init__)
     assert "verify: bool | int | str = FIRST" in source  # tests are built without (tests/support/pool_worker.py)
     runs = count_verifications(monkeypatch)
-    pipe = small(verify="first")
+    pipe = tiny(verify="first")
     first, second = pipe.train_step(X, Y).loss, pipe.train_step(X, Y).loss
     assert len(runs) == 1
-    unverified = small(verify=False)
+    unverified = tiny(verify=False)
     assert [unverified.train_step(X, Y).loss for _ in range(2)] == [first, second]
     assert len(runs) == 1
 
@@ -168,9 +174,9 @@ def test_where_a_copy_cannot_be_had_only_the_default_goes_on(verify: Any, monkey
 def test_a_large_model_is_not_verified_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = count_verifications(monkeypatch)
     monkeypatch.setattr(plain, "device_memory", lambda device: 8.0)
-    small(verify="first").train_step(X, Y)
+    tiny(verify="first").train_step(X, Y)
     assert not runs
-    small(verify=True).train_step(X, Y)
+    tiny(verify=True).train_step(X, Y)
     assert len(runs) == 1
 
 
@@ -178,7 +184,7 @@ def test_a_large_model_is_not_verified_by_default(monkeypatch: pytest.MonkeyPatc
     ("name", "instead"), [("to", r"device="), ("forward", r"predict"), ("resume", r"load\(folder\)")]
 )
 def test_methods_of_a_module_say_what_to_use(name: str, instead: str) -> None:
-    pipe = small()
+    pipe = tiny()
     with pytest.raises(AttributeError, match=rf"no '{name}': expected .*{instead}"):
         getattr(pipe, name)
     with pytest.raises(TypeError, match=r"is not called: expected predict"):
@@ -207,7 +213,7 @@ def on_meshes() -> list[Any]:
     ]
     for mesh in meshes:
         try:
-            pipe = small(mesh=mesh, timeout=60.0)
+            pipe = tiny(mesh=mesh, timeout=60.0)
         except ValueError as error:
             found.append(str(error))
             continue
@@ -342,3 +348,65 @@ def test_no_argument_of_the_constructor_is_forgotten() -> None:
 
     read_options(Asked(), {})  # type: ignore[arg-type]
     assert asked == {*defaults}
+
+
+def wrapped_by_the_user() -> list[tuple[str, str]]:
+    mesh = init_device_mesh("cpu", (2,))
+    sharded, inner, stage = layers(2), layers(2), layers(2)
+    fully_shard(sharded, mesh=mesh)
+    fully_shard(inner[1], mesh=mesh)
+    fully_shard(stage, mesh=mesh)
+    wraps: list[dict[str, Any]] = [
+        {"model": sharded},
+        {"model": inner},
+        {"stages": [stage, layers(2)]},
+        {"model": DistributedDataParallel(layers(2))},
+        {"stages": [layers(2), DistributedDataParallel(layers(2))]},
+        {"model": nn.Sequential(replicate(nn.Linear(6, 6), mesh=mesh), nn.Linear(6, 6))},
+    ]
+    found = [told(lambda options=options: make(mesh=None, **options)) for options in wraps]
+    pipe = make(mesh=None)
+    pipe.train_step(small.X, small.Y)
+    pipe.close()
+    return [(one.kind, one.text) for one in found]
+
+
+def test_a_users_own_wrappers_are_pointed_to_the_mesh(gloo: Pool) -> None:
+    fsdp = 'expected plain modules, and mesh=stagewright.Mesh(data=D, data_parallel="fsdp"), which does the same'
+    ddp = 'expected plain modules, and mesh={"pipe": P, "data": D}, which does the same for each stage'
+    expected = [
+        f"the model is a FSDPModule already: {fsdp}",
+        f"module '1' is a FSDPModule already: {fsdp}",
+        f"the model is a FSDPModule already: {fsdp}",
+        f"the model is a DistributedDataParallel already: {ddp}",
+        f"the model is a DistributedDataParallel already: {ddp}",
+        f"module '0' is a ReplicateModule already: {ddp}",
+    ]
+    for found in gloo.run(wrapped_by_the_user, ranks=2):
+        for (kind, text), beginning in zip(found, expected, strict=True):
+            assert kind == "ValueError"
+            assert text.startswith(beginning)
+
+
+def test_torchscript_is_told_by_name() -> None:
+    """Its tables are no dicts: AttributeError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        scripted = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(ValueError, match=r"module '1' is TorchScript: expected the nn.Module that it was made of"):
+        make(model=nn.Sequential(nn.Linear(WIDTH, WIDTH), scripted))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch.export's own
+def test_exported_modules_are_units_and_no_models() -> None:
+    whole = torch.export.export(
+        layers(2), (small.X[:2],), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},)
+    )
+    unit: Any = whole.module()
+    twin = nn.Sequential(copy.deepcopy(unit), nn.Linear(WIDTH, WIDTH))
+    pipe = make(model=copy.deepcopy(twin))
+    assert pipe.forward_backward(small.X, small.Y).loss == pytest.approx(
+        F.mse_loss(twin(small.X), small.Y).item(), rel=1e-6
+    )
+    with pytest.raises(ValueError, match=r"the model has hooks .*; of an exported program the model itself"):
+        make(model=unit).build(small.X, small.Y)

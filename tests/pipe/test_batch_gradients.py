@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import near
 from support.failing import Told, told
+from support.parts import Parts
+from support.plain import batch as plain_batch
 from support.pool import Pool
 from support.small import WIDTH, make
 from torch import Tensor, nn
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+batch = partial(plain_batch, samples=11)
 
 
-class Skipping(nn.Module):
+class Skipping(Parts, layers=lambda: nn.ModuleList(nn.Linear(WIDTH, WIDTH, **DOUBLE) for _ in range(6))):
     """The batch's tensor is taken by the first stage and by the last; a shared one by the middle."""
-
-    def __init__(self, *, frozen: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, **DOUBLE) for _ in range(6))
-        if frozen:
-            self.requires_grad_(False)
 
     def forward(self, x: Tensor, prompt: Tensor, *, mask: Tensor | None = None) -> Tensor:
         h = x if mask is None else x * mask
@@ -31,62 +30,43 @@ class Skipping(nn.Module):
         return h + x
 
 
-class Front(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH, **DOUBLE)
-        self.prompt = nn.Parameter(torch.ones(WIDTH, **DOUBLE))
-
-
 def masked(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     keep = target > 0
     return ((output - target) ** 2 * keep).sum(), keep.sum()
-
-
-def mean(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target)
-
-
-def whole(loss: Any, output: Tensor, target: Tensor) -> Tensor:
-    value = loss(output, target)
-    return value[0] / value[1] if isinstance(value, tuple) else value
-
-
-def batch(number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(11, WIDTH, generator=generator, **DOUBLE), torch.randn(11, WIDTH, generator=generator, **DOUBLE)
 
 
 def gradients(module: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
     return {"x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
 
 
-def plain(loss: Any, frozen: bool) -> dict[str, Tensor | None]:
+def front_of(frozen: bool) -> tuple[Any, Any, Tensor]:
+    """What is trained before the pipeline, the model, and a leaf of the batch's size."""
     torch.manual_seed(0)
-    front, model = Front(), Skipping(frozen=frozen)
-    leaf = torch.ones(11, WIDTH, **DOUBLE, requires_grad=True)
+    front: Any = nn.Linear(WIDTH, WIDTH, **DOUBLE)
+    front.prompt = nn.Parameter(torch.ones(WIDTH, **DOUBLE))
+    return front, Skipping().requires_grad_(not frozen), torch.ones(11, WIDTH, **DOUBLE, requires_grad=True)
+
+
+def plain(loss_fn: Any, frozen: bool) -> dict[str, Tensor | None]:
+    front, model, leaf = front_of(frozen)
     for number in range(2):
         x, y = batch(number)
-        whole(loss, model(front.layer(x) * leaf, front.prompt), y).backward()
+        loss = loss_fn(model(front(x) * leaf, front.prompt), y)
+        (loss[0] / loss[1] if isinstance(loss, tuple) else loss).backward()
     return gradients(front, leaf)
 
 
 def pipelined(options: dict[str, Any], frozen: bool) -> dict[str, Tensor | None]:
-    torch.manual_seed(0)
-    front, model = Front(), Skipping(frozen=frozen)
-    leaf = torch.ones(11, WIDTH, **DOUBLE, requires_grad=True)
-    settings = {"optimizer": None, "example_inputs": None, "batch_dims": {"prompt": None}}
-    pipe = make(model=model, **settings | options)
+    front, model, leaf = front_of(frozen)
+    pipe = make(model=model, **{"optimizer": None, "example_inputs": None, "batch_dims": {"prompt": None}} | options)
     for number in range(2):
         x, y = batch(number)
-        pipe.forward_backward(front.layer(x) * leaf, front.prompt, y)
+        pipe.forward_backward(front(x) * leaf, front.prompt, y)
     return gradients(front, leaf)
 
 
 def same(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
-    for name, value in expected.items():
-        assert found[name] is not None, name
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
+    near(found, expected, rtol=1e-12, atol=1e-14)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -110,15 +90,15 @@ CASES: dict[str, dict[str, Any]] = {
     ("case", "frozen"), [*((case, False) for case in CASES), ("1f1b", True), ("zb-h1", True), ("full", True)]
 )
 def test_gradients_are_those_of_one_process(case: str, frozen: bool) -> None:
-    options = {"loss_fn": mean} | CASES[case]
+    options = {"loss_fn": F.mse_loss} | CASES[case]
     same(pipelined(options, frozen), plain(options["loss_fn"], frozen))
 
 
 @pytest.mark.thorough(but=["False"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_over_processes_every_rank_has_them(gloo: Pool, frozen: bool) -> None:
-    for found in gloo.run(pipelined, ranks=2, args=({"mesh": None, "loss_fn": mean}, frozen)):
-        same(found, plain(mean, frozen))
+    for found in gloo.run(pipelined, ranks=2, args=({"mesh": None, "loss_fn": F.mse_loss}, frozen)):
+        same(found, plain(F.mse_loss, frozen))
 
 
 def test_train_step_and_microbatches_of_a_dict() -> None:
@@ -174,7 +154,11 @@ def without_parameters_first() -> nn.Sequential:
     return nn.Sequential(nn.Tanh(), nn.Identity(), nn.Tanh(), *(nn.Linear(WIDTH, WIDTH, **DOUBLE) for _ in range(3)))
 
 
-LATER = {"optimizer": None, "loss_fn": mean, "num_microbatches": 6}
+def later_pipe(model: nn.Module, **options: Any) -> Any:
+    settings = {"optimizer": None, "loss_fn": F.mse_loss, "num_microbatches": 6, "example_inputs": None}
+    return make(model=model, **settings | options)
+
+
 CUTS = {"1f1b": ["2", "4"]}  # else its first stage has weights, and messages carry gradients; the others have V = 2
 _LATER_TEXT = r"output 0 of stage 0 .* none is sent back to the batch, which wants one: expected example_inputs= or a f"
 
@@ -182,8 +166,7 @@ _LATER_TEXT = r"output 0 of stage 0 .* none is sent back to the batch, which wan
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_a_later_batch_that_wants_gradients_first_is_refused_before_anything_runs(schedule: str) -> None:
     """Its gradients have no way back where nothing before them trains; the words were those for a counter."""
-    options = {"schedule": schedule, "mesh": {"pipe": 3}, "example_inputs": None, "cut": CUTS.get(schedule)}
-    pipe = make(model=without_parameters_first(), **LATER, **options)
+    pipe = later_pipe(without_parameters_first(), schedule=schedule, mesh={"pipe": 3}, cut=CUTS.get(schedule))
     x, y = batch(0)
     pipe.forward_backward(x, y)
     with pytest.raises(ValueError, match=_LATER_TEXT):
@@ -200,21 +183,17 @@ def test_after_one_that_wants_them_others_may_and_may_not(schedule: str, by_exam
     wanted, model = without_parameters_first(), without_parameters_first()
     example = (x.clone().requires_grad_(),) if by_example else None
     options = {"schedule": schedule, "mesh": {"pipe": 3}, "example_inputs": example, "cut": CUTS.get(schedule)}
-    pipe = make(model=model, **LATER, **options)
+    pipe = later_pipe(model, **options)
     for wants in (not by_example, False, True):
         mine, its = (x.clone().requires_grad_(wants) for _ in range(2))
         pipe.forward_backward(mine, y)
-        mean(wanted(its), y).backward()
-        same({**gradients(model, mine)}, {k: v for k, v in gradients(wanted, its).items() if v is not None})
+        F.mse_loss(wanted(its), y).backward()
+        same(gradients(model, mine), {k: v for k, v in gradients(wanted, its).items() if v is not None})
         assert (mine.grad is None) == (its.grad is None)
 
 
-class Later(nn.Module):
+class Later(Parts, weight=lambda: nn.Parameter(torch.ones(WIDTH, **DOUBLE)), uses=False):
     """Uses its weight once an attribute says so: found by rank 0 alone, in its first backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.uses = nn.Parameter(torch.ones(WIDTH, **DOUBLE)), False
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight if self.uses else x * self.weight.detach()
@@ -222,12 +201,12 @@ class Later(nn.Module):
 
 def found_by_one_rank() -> list[Told]:
     x, y = batch(0)
-    pipe = make(model=without_parameters_first(), mesh=None, cut=["2"], example_inputs=None, **LATER)
+    pipe = later_pipe(without_parameters_first(), mesh=None, cut=["2"])
     pipe.forward_backward(x, y)
     found = [told(lambda: pipe.forward_backward(x.clone().requires_grad_(), y))]
     pipe.forward_backward(x, y)
     model = nn.Sequential(Later(), *without_parameters_first()[3:])
-    pipe = make(model=model, mesh=None, cut=["1"], example_inputs=None, **LATER)
+    pipe = later_pipe(model, mesh=None, cut=["1"])
     pipe.forward_backward(x, y)
     model[0].uses = True
     return [*found, told(lambda: pipe.forward_backward(x, y))]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.inside import clip_factor
-from support.parts import Parts
+from support.parts import GIVEN, Parts
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, stream
 from torch import Tensor, nn
@@ -118,12 +118,8 @@ class Odd(nn.Module):
         }
 
 
-class Whole(nn.Module):
+class Whole(Parts, inner=GIVEN):
     """No chain: traced."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(self, x: Tensor) -> Any:
         return self.inner(x)

@@ -75,12 +75,8 @@ def test_an_output_without_dimensions_comes_by_microbatch() -> None:
 # --- values on their way ---
 
 
-class Forked(nn.Module):
+class Forked(Parts, a=lambda: nn.Linear(WIDTH, 2 * WIDTH), b=linear, c=linear, d=linear):
     """Both halves of a chunk are used, one of them at the very end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = nn.Linear(WIDTH, 2 * WIDTH), linear(), linear(), linear()
 
     def forward(self, x: Tensor) -> Tensor:
         u, v = self.a(x).chunk(2, -1)

@@ -7,20 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from support.inside import lock
 from support.pool import Pool
-from support.small import X, Y, layers, make
-
-from stagewright.pipe import PipelineModule
-
-
-def trained(steps: int) -> PipelineModule:
-    torch.manual_seed(0)
-    pipe = make(model=layers())
-    for _ in range(steps):
-        pipe.train_step(X, Y)
-    return pipe
+from support.small import X, Y, trained
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -92,9 +81,7 @@ def test_the_checkpoint_to_use_instead_is_that_of_the_last_step(tmp_path: Path) 
 
 def _load(folders: list[str]) -> tuple[str, int, list[float]]:
     """The words of loading, and steps and weights behind it."""
-    torch.manual_seed(0)
-    pipe = make(model=layers(), mesh={"pipe": 2})
-    said = ""
+    pipe, said = trained(0), ""
     try:
         pipe.load(folders[pipe.rank])
     except ValueError as error:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.alone import near
 from support.inside import LAST_UPDATE
+from support.plain import batch as plain_batch
 from support.records import records
 from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
@@ -18,43 +21,18 @@ import stagewright
 from stagewright.pipe import PipelineModule
 
 Named = list[tuple[str, nn.Parameter]]
+batch = partial(plain_batch, out=2)
 
 
 def make(
-    schedule: str,
-    ranks: int,
-    optimizer: Any,
-    scheduler: Any = None,
-    *,
-    chunks: int | None = None,
-    data: int = 1,
-    **options: Any,
+    schedule: str, ranks: int, optimizer: Any, scheduler: Any = None, *, chunks: int | None = None, **options: Any
 ) -> PipelineModule:
     torch.manual_seed(3)
     layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())]
-    return PipelineModule(
-        nn.Sequential(*layers, nn.LayerNorm(6), nn.Linear(6, 2)).double(),
-        **records(
-            schedule=schedule,
-            num_microbatches=4 // data if torch.distributed.is_initialized() else 4,
-            num_chunks=chunks,
-            mesh={"pipe": ranks, "data": data},
-            loss_fn=nn.functional.mse_loss,
-            optimizer=optimizer,
-            lr_scheduler=scheduler,
-            example_inputs=(torch.zeros(8, 6, dtype=torch.float64),),
-            timeout=120.0,
-            **options,
-        ),
-    )
-
-
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return (
-        torch.randn(8, 6, generator=generator, dtype=torch.float64),
-        torch.randn(8, 2, generator=generator, dtype=torch.float64),
-    )
+    settings: dict[str, Any] = {"schedule": schedule, "num_microbatches": 4, "num_chunks": chunks, "timeout": 120.0}
+    settings |= {"mesh": {"pipe": ranks}, "example_inputs": batch(0)[:1], "loss_fn": nn.functional.mse_loss}
+    settings |= {"optimizer": optimizer, "lr_scheduler": scheduler} | options
+    return PipelineModule(nn.Sequential(*layers, nn.LayerNorm(6), nn.Linear(6, 2)).double(), **records(**settings))
 
 
 def train(pipe: PipelineModule, steps: range) -> list[float | None]:
@@ -68,14 +46,9 @@ def train(pipe: PipelineModule, steps: range) -> list[float | None]:
 def groups(parameters: Named) -> list[Optimizer | None]:
     """Muon for the matrices but the first and last; a group of AdamW for the first one, which one stage alone has."""
     inner = [p for name, p in parameters if p.ndim == 2 and name not in ("0.weight", "9.weight")]
-    first = [p for name, p in parameters if name == "0.weight"]
-    flat = [p for _, p in parameters if p.ndim < 2]
-    last = [p for name, p in parameters if name == "9.weight"]
-    rest = [
-        {"params": first, "lr": 3e-2},
-        {"params": flat, "weight_decay": 0.0, "betas": (0.8, 0.9)},
-        {"params": last, "lr": 2e-2},
-    ]
+    first, last = ([p for name, p in parameters if name == wanted] for wanted in ("0.weight", "9.weight"))
+    flat = {"params": [p for _, p in parameters if p.ndim < 2], "weight_decay": 0.0, "betas": (0.8, 0.9)}
+    rest = [{"params": first, "lr": 3e-2}, flat, {"params": last, "lr": 2e-2}]
     return [Muon(inner, lr=1e-2) if inner else None, AdamW([group for group in rest if group["params"]], lr=1e-2)]
 
 
@@ -152,8 +125,7 @@ def test_delay_correction_that_was_not_saved_is_told_of(tmp_path: Path) -> None:
 # --- what is refused ---
 
 
-def adamw(parameters: list[nn.Parameter]) -> Optimizer:
-    return AdamW(parameters, lr=1e-2)
+adamw = partial(AdamW, lr=1e-2)
 
 
 def decays(parameters: list[nn.Parameter]) -> Optimizer:
@@ -164,34 +136,22 @@ def decays(parameters: list[nn.Parameter]) -> Optimizer:
 
 OTHERS: dict[str, tuple[Any, Any, Any, Any, str]] = {
     "optimizer": (
-        adamw,
-        None,
-        lambda parameters: SGD(parameters, lr=0.1),
-        None,
+        adamw, None, partial(SGD, lr=0.1), None,
         r"has '0.weight' under the optimizer AdamW, and it is under SGD now: expected the same one",
     ),
     "schedule": (
-        adamw,
-        SCHEDULES["step"],
-        adamw,
-        SCHEDULES["lambda"],
+        adamw, SCHEDULES["step"], adamw, SCHEDULES["lambda"],
         r"has '0.weight' under the schedule StepLR, and it is under LambdaLR now: expected the same lr_scheduler=",
     ),
     "joined groups": (
-        decays,
-        None,
-        adamw,
-        None,
+        decays, None, adamw, None,
         r"weight_decay=0.0 for '0.bias' and weight_decay=0.01 for '0.weight', which are in one parameter group now",
     ),
     "divided groups": (
-        adamw,
-        None,
-        decays,
-        None,
+        adamw, None, decays, None,
         r"has '0.bias' and '0.weight' in one parameter group, and they are in groups with different options now",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS.keys())
@@ -233,8 +193,7 @@ def unfrozen(count: int) -> nn.Sequential:
     """The last `count` of four layers learn."""
     torch.manual_seed(3)
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)], nn.Linear(6, 2)).double()
-    for layer in list(model)[: 4 - count]:
-        layer.requires_grad_(False)
+    model[: 4 - count].requires_grad_(False)
     return model
 
 
@@ -275,20 +234,13 @@ def test_what_was_frozen_begins_with_fresh_state_beside_what_was_not(
     for step in range(4):
         if step == 2:
             for group, grown in zip(optimizer.param_groups, (True, False), strict=True):
-                own = [p for p in unfrozen_of(model) if (p.ndim > 1) is grown]
-                group["params"] = own
+                model[1:].requires_grad_(True)
+                group["params"] = [p for p in model[1:].parameters() if (p.ndim > 1) is grown]
         x, y = batch(step)
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
     if schedule == "1f1b":
-        for name, value in after.full_state_dict().items():
-            torch.testing.assert_close(value, model.state_dict()[name], msg=name)
+        near(after.full_state_dict(), model.state_dict())
     assert {group["lr"] for one in after.optimizers for group in one.param_groups} == {1e-2 / 16}
-
-
-def unfrozen_of(model: nn.Sequential) -> list[nn.Parameter]:
-    for layer in list(model)[1:]:
-        layer.requires_grad_(True)
-    return [p for p in model.parameters() if p.requires_grad]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
@@ -11,39 +13,36 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import pytest
 import safetensors.torch
 import torch
-from support.inside import main
+import torch.nn.functional as F
+from support.alone import near, train_alone
+from support.inside import Checkpoint, TensorPiece, main
+from support.models import token_loss
+from support.pool import Pool
 from support.records import records
-from torch import nn
+from torch import Tensor, nn
 
 import stagewright
 from stagewright.pipe import PipelineModule
 
 
-class Tied(nn.Module):
+def tied() -> nn.Sequential:
     """A model of tied weights, with a buffer, numbers of several types, and one that is complex."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.inner = nn.Embedding(9, 6), nn.Linear(6, 6)
-        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 9, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("phase", torch.tensor([1.0 + 2.0j, 3.0]))
-        self.register_buffer("brief", torch.tensor([1.5, 2.5], dtype=torch.bfloat16))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.norm(self.inner(self.embed(tokens))))
-        return found
+    model = nn.Sequential(OrderedDict(embed=nn.Embedding(9, 6), inner=nn.Linear(6, 6), norm=nn.BatchNorm1d(6)))
+    model.add_module("head", nn.Linear(6, 9, bias=False))
+    model.head.weight = model.embed.weight
+    model.inner.register_buffer("phase", torch.tensor([1.0 + 2.0j, 3.0]))
+    model.inner.register_buffer("brief", torch.tensor([1.5, 2.5], dtype=torch.bfloat16))
+    return model
 
 
-def model(seed: int = 0) -> Tied:
+def model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return Tied()
+    return tied()
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     parameters = list(parameters)
-    flat = [p for p in parameters if p.ndim < 2]
-    rest = [p for p in parameters if p.ndim >= 2]
+    flat, rest = ([p for p in parameters if (p.ndim < 2) is is_flat] for is_flat in (True, False))
     return torch.optim.AdamW([{"params": rest}, {"params": flat, "weight_decay": 0.0}], lr=1e-2, betas=(0.8, 0.9))
 
 
@@ -52,14 +51,8 @@ def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LR
 
 
 def make(plain: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {
-        "mesh": {"pipe": 2},
-        "num_microbatches": 1,
-        "loss_fn": nn.functional.cross_entropy,
-        "optimizer": adamw,
-        "lr_scheduler": schedule_of,
-        "example_inputs": (torch.zeros(8, dtype=torch.long),),
-    }
+    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 1, "lr_scheduler": schedule_of}
+    settings |= {"loss_fn": nn.functional.cross_entropy, "optimizer": adamw, "example_inputs": batch(0)[:1]}
     return PipelineModule(plain, **records(**(settings | options)))
 
 
@@ -201,3 +194,147 @@ def test_what_cannot_be_exported_or_imported_is_told(tmp_path: Path, capsys: pyt
         assert main(["export", *words]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+WIDTH, WORDS, LENGTH, BATCH, M = 8, 12, 4, 16, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class Model(nn.Module):
+    """Tied weights, a frozen weight, one that no forward uses, one without elements, scalars, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused, self.empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 2))
+        self.blocks[1].up.bias.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def make_model() -> Model:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def mesh_batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = (torch.randint(0, WORDS, (BATCH, LENGTH), generator=generator) for _ in range(2))
+    return x, y
+
+
+@stagewright.named
+def mesh_adamw(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    flat, rest = ([p for _, p in parameters if (p.ndim < 2) is is_flat] for is_flat in (True, False))
+    groups: list[dict[str, Any]] = [{"params": rest}, {"params": flat, "weight_decay": 0.0, "betas": (0.8, 0.9)}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def mesh_schedule_of(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
+
+
+def mesh_make(model: nn.Module, **options: Any) -> PipelineModule:
+    settings: dict[str, Any] = {
+        "num_microbatches": M,
+        "loss_fn": token_loss,
+        "optimizer": mesh_adamw,
+        "lr_scheduler": mesh_schedule_of,
+        "example_inputs": (torch.zeros(BATCH, LENGTH, dtype=torch.long),),
+        "timeout": 120.0,
+    }
+    return PipelineModule(model, **records(**(settings | options)))
+
+
+PATTERNS = {"blocks.*.up": "column", "blocks.*.down": "row"}
+MESHES: list[dict[str, Any]] = [
+    {"schedule": "1f1b", "mesh": {"pipe": 4}},
+    {"schedule": "interleaved", "mesh": {"pipe": 2, "data": 2}, "num_chunks": 2, "data_parallel": "zero1"},
+    {"schedule": "gpipe", "mesh": {"pipe": 2, "tensor": 2}, "tensor_parallel": PATTERNS},
+    {"mesh": {"data": 2, "tensor": 2}, "tensor_parallel": PATTERNS, "data_parallel": "fsdp"},
+    {"schedule": "1f1b", "mesh": {"pipe": 2, "data": 2}},
+]
+STEPS = 1  # of each run
+
+
+def chain(folder: str) -> list[tuple[list[float], int]]:
+    """Losses of each run of the chain, and how many bytes this process read of the checkpoint that it began with."""
+    read: list[int] = []
+    check = Checkpoint._check
+
+    def count(self: Checkpoint, key: str, piece: TensorPiece) -> None:
+        read[-1] += prod(piece.sizes) * 8
+        check(self, key, piece)
+
+    Checkpoint._check = count  # type: ignore[method-assign]
+    found = []
+    try:
+        for number, options in enumerate(MESHES):
+            replicas = options["mesh"].get("data", 1)
+            pipe = mesh_make(make_model(), **options, **{"num_microbatches": M // replicas})
+            read.append(0)
+            if number:
+                pipe.load(f"{folder}/{number - 1}")
+            losses = []
+            for step in range(number * STEPS, (number + 1) * STEPS):
+                x, y = (
+                    torch.cat(part.tensor_split(M)[pipe._building.replica[0] :: replicas]) if replicas > 1 else part
+                    for part in mesh_batch(step)
+                )
+                losses.append(pipe.train_step(x, y).loss)
+            pipe.save(f"{folder}/{number}")
+            pipe.close()
+            found.append((losses, read[-1]))
+    finally:
+        Checkpoint._check = check  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.thorough
+def test_from_mesh_to_mesh(gloo: Pool, tmp_path: Path) -> None:
+    results = gloo.run(chain, ranks=4, args=(str(tmp_path),))
+    model = make_model()
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    losses, _, state = train_alone(
+        model,
+        map(mesh_batch, range(STEPS * (len(MESHES) + 1))),
+        lambda _: mesh_adamw(named),
+        loss_fn=token_loss,
+        scheduler=mesh_schedule_of,
+    )
+    for found in results:
+        told = [loss for run, _ in found for loss in run]
+        assert told == pytest.approx(losses[: len(told)], rel=0, abs=1e-11)
+    sizes = [
+        [size for size, _ in json.loads(path.read_text())["files"].values()]
+        for number in range(len(MESHES))
+        for path in (tmp_path / str(number)).glob("step-*/checkpoint.json")
+    ]
+    assert [len(each) for each in sizes] == [4] * len(MESHES)  # each process wrote
+    assert max(sizes[-1]) < 2 * min(sizes[-1])  # replicas shared it out
+    assert all(found[-1][1] < 0.7 * sum(sizes[-2]) for found in results)  # and each read what it needs
+
+    pipe = mesh_make(make_model(), mesh={"pipe": 3})
+    pipe.load(tmp_path / str(len(MESHES) - 1))
+    for step in range(len(MESHES) * STEPS, (len(MESHES) + 1) * STEPS):
+        assert pipe.train_step(*mesh_batch(step)).loss == pytest.approx(losses[step], rel=0, abs=1e-11)
+    near(pipe.full_state_dict(), state, atol=1e-10)

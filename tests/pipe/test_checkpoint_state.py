@@ -12,6 +12,7 @@ import warnings
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,10 @@ import pytest
 import torch
 from support.inside import DTYPES, Alone, decode, encode
 from support.pool import Pool
-from support.small import X, Y, layers, make
+from support.small import X, Y, trained
 from torch import nn
 
 from stagewright.pipe import PipelineModule
-
-
-def trained(steps: int, **options: Any) -> PipelineModule:
-    torch.manual_seed(0)
-    pipe = make(model=layers(), **options)
-    for _ in range(steps):
-        pipe.train_step(X, Y)
-    return pipe
 
 
 def test_values_come_back_with_their_types() -> None:
@@ -131,9 +124,7 @@ def test_state_of_any_optimizer_goes_on(tmp_path: Path) -> None:
 def test_state_that_is_not_there_yet_is_not_there_again(tmp_path: Path) -> None:
     """Loaded over one that is: momentum begins anew, as in the run that saved."""
 
-    def momentum(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
+    momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     fresh, old = trained(0, optimizer=momentum), trained(3, optimizer=momentum)
     fresh.save(tmp_path)
     old.load(tmp_path)
@@ -250,7 +241,7 @@ def _each_in_turn(folder: str) -> list[tuple[str, bool, int]]:
     pipe = trained(1, mesh={"pipe": 2})
     found: list[tuple[str, bool, int]] = []
 
-    def attempt(name: str, save: Callable[[], Any]) -> None:
+    def attempt(save: Callable[[], Any]) -> None:
         try:
             result = save()
             found.append((result.problem, result.path is not None, pipe.num_steps))
@@ -259,11 +250,11 @@ def _each_in_turn(folder: str) -> list[tuple[str, bool, int]]:
         pipe.train_step(X, Y)
 
     own = f"{folder}/{pipe.rank}"
-    attempt("good", lambda: pipe.save(f"{folder}/c"))
+    attempt(lambda: pipe.save(f"{folder}/c"))
     with full_disk(0 if pipe.rank == 1 else 1000):
-        attempt("full", lambda: pipe.save(f"{folder}/c"))
-    attempt("apart", lambda: pipe.save(own))
-    attempt("good", lambda: pipe.save(f"{folder}/c"))
+        attempt(lambda: pipe.save(f"{folder}/c"))
+    attempt(lambda: pipe.save(own))
+    attempt(lambda: pipe.save(f"{folder}/c"))
     pipe.close()
     return found
 

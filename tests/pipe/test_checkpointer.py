@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from support.inside import FIRST, Checkpointer, CheckpointRecord, Cost, HostCopy, Interval, _StepClock
 from support.inside import checkpoint_persist as persist
 from support.parts import Parts
+from support.plain import batch
 from support.pool import Pool
 from support.small import X, Y, layers
 from support.small import make as make_small
@@ -35,28 +37,22 @@ def make(
     schedule: str = "1f1b", *, device: str = "cpu", mesh: dict[str, int] | None = None, data_parallel: str = "replicate"
 ) -> PipelineModule:
     torch.manual_seed(3)
-    model = nn.Sequential(
-        *(layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2))),
-        nn.BatchNorm1d(6),
-        nn.Linear(6, 2),
-    )
+    layers = [layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2))]
     return PipelineModule(
-        model.double().to(device),
+        nn.Sequential(*layers, nn.BatchNorm1d(6), nn.Linear(6, 2)).double().to(device),
         schedule=schedule,
         num_microbatches=4,
         mesh=Mesh(**mesh or {"pipe": 2}, data_parallel=data_parallel),
         loss_fn=F.mse_loss,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        lr_scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5),
         example_inputs=(torch.zeros(16, 6, dtype=torch.float64, device=device),),
         timeout=120.0,
     )
 
 
 def data(device: str = "cpu") -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(96, width, generator=generator, dtype=torch.float64) for width in (6, 2))
-    return TensorDataset(x.to(device), y.to(device))
+    return TensorDataset(*(each.to(device) for each in batch(0, samples=96, out=2)))
 
 
 @pytest.mark.thorough(but=["1f1b-None-cpu", "1f1b-None-cuda"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import near
 from support.parts import Parts
+from support.plain import batch
 from support.records import records
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -20,13 +23,9 @@ WIDTH, M = 6, 4
 EAGER = {"backend": "aot_eager"}  # its graphs draw random numbers as torch does; inductor's do not
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.drop = nn.Dropout(0.2)
-
+class Block(
+    Parts, linear=lambda: nn.Linear(WIDTH, WIDTH), norm=lambda: nn.BatchNorm1d(WIDTH), drop=lambda: nn.Dropout(0.2)
+):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.drop(torch.tanh(self.norm(self.linear(x))))
 
@@ -47,38 +46,24 @@ def chain() -> nn.Module:
 
 def made(model: Any, dtype: torch.dtype = torch.float64, **options: Any) -> PipelineModule:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {
-        "num_microbatches": M,
-        "loss_fn": F.mse_loss,
-        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
-        "mesh": {"pipe": 2},
-    }
+    settings: dict[str, Any] = {"num_microbatches": M, "loss_fn": F.mse_loss, "mesh": {"pipe": 2}}
+    settings["optimizer"] = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
     return PipelineModule(model().to(dtype), **records(**(settings | options)))
 
 
-def trained(
-    model: Any, sizes: tuple[int, ...] = (40, 40, 40, 40), **options: Any
-) -> tuple[dict[str, Tensor], list[float]]:
+def trained(model: Any, sizes: tuple[int, ...] = (40,) * 4, **options: Any) -> tuple[dict[str, Tensor], list[float]]:
     """Parameters and buffers, and losses of evaluations, after batches of these sizes."""
     torch._dynamo.reset()
     counters.clear()
-    pipe = made(model, **options)
-    losses = []
+    pipe, losses = made(model, **options), []
     for step, size in enumerate(sizes):
-        data = torch.Generator().manual_seed(step)
-        x, y = (torch.randn(size, WIDTH, generator=data, dtype=torch.float64) for _ in range(2))
+        x, y = batch(step, samples=size)
         pipe.train_step(x, y)
         if step % 2:
             losses.append(pipe.eval_step(x, y).loss or 0.0)
     state = pipe.full_state_dict()
     pipe.close()
     return state, losses
-
-
-def assert_equal(found: tuple[dict[str, Tensor], list[float]], expected: tuple[dict[str, Tensor], list[float]]) -> None:
-    for name, value in expected[0].items():
-        assert torch.allclose(found[0][name], value, rtol=0, atol=1e-12), name
-    assert found[1] == pytest.approx(expected[1], abs=1e-12)
 
 
 CASES = [
@@ -105,7 +90,7 @@ def test_equal_to_uncompiled(schedule: str, model: Any, options: dict[str, Any],
     settings = {"schedule": schedule, **options}
     expected = trained(model, **settings)
     assert not counters["stats"]["unique_graphs"]
-    assert_equal(trained(model, compile=EAGER, **settings), expected)
+    near(trained(model, compile=EAGER, **settings), expected)
     assert counters["stats"]["unique_graphs"] == graphs
     assert not counters["graph_break"]
 
@@ -114,7 +99,7 @@ def test_equal_to_uncompiled(schedule: str, model: Any, options: dict[str, Any],
 def test_batches_of_other_sizes() -> None:
     sizes = (8, 12, 16, 20, 24, 11, 13)
     expected = trained(chain, sizes, schedule="2bw")
-    assert_equal(trained(chain, sizes, schedule="2bw", compile=EAGER), expected)
+    near(trained(chain, sizes, schedule="2bw", compile=EAGER), expected)
     assert counters["stats"]["unique_graphs"] <= 6
     assert not counters["graph_break"]
 
@@ -124,10 +109,10 @@ def test_batches_of_other_sizes() -> None:
 def test_inductor() -> None:
     """Its random numbers are its own, the same for any cut and when they are drawn again; or torch's, where told so."""
     own = trained(chain, compile=True, mesh={"pipe": 1})
-    assert_equal(trained(chain, compile=True, recompute="layer"), own)
+    near(trained(chain, compile=True, recompute="layer"), own)
     options = {"options": {"fallback_random": True}}
     expected = trained(chain, schedule="2bw")
-    assert_equal(trained(chain, schedule="2bw", compile=options), expected)
+    near(trained(chain, schedule="2bw", compile=options), expected)
 
 
 @pytest.mark.thorough
@@ -160,7 +145,7 @@ def test_hooks_and_users_own_compiled_modules_stay() -> None:
 
     expected = trained(model, recompute="layer")
     before, length = list(seen), len(seen)
-    assert_equal(trained(model, recompute="layer", compile=EAGER), expected)
+    near(trained(model, recompute="layer", compile=EAGER), expected)
     assert seen[length:] == before
     assert counters["stats"]["unique_graphs"] > 3
 
@@ -192,18 +177,15 @@ def test_what_is_refused() -> None:
         model[0].forward = torch.compile(model[0].forward, backend="eager")
         return model
 
-    refused = (
-        (chain, "what compile= compiles: expected compile=False"),
-        *((m, "the compiled Block in it") for m in (users, decorated)),
-    )
-    for model, what in refused:
+    whole = "what compile= compiles: expected compile=False"
+    for model, what in {chain: whole, users: "the compiled Block in it", decorated: "the compiled Block in it"}.items():
         message = f"'paci' updates the weights of stage 0 .* the compiler decides in the backward of {what}"
         with pytest.raises(ValueError, match=message):
             made(model, schedule="paci", compile=EAGER if model is chain else False, example_inputs=(x,))
 
 
 def test_a_hook_that_a_compiled_unit_would_not_see_is_refused() -> None:
-    x, y = (torch.randn(16, WIDTH, dtype=torch.float64) for _ in range(2))
+    x, y = batch(0, samples=16)
     seen: list[str] = []
     pipe = made(chain, compile={"backend": "eager"})
     pipe.train_step(x, y)

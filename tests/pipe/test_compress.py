@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import Alone, near, train_piped
 from support.inside import choose, pack, unpack
+from support.parts import Parts
 from support.pool import Pool
 from torch import Tensor, nn
 
@@ -24,9 +27,11 @@ CODECS = {"int8": Codec("int8"), "topk": Codec("topk", 0.2), "lowrank": Codec("l
 BYTES = {"int8": 2 * 12 + 2 * 8, "topk": 5 * (8 + 4), "lowrank": (2 + 12) * 8}  # of two samples, each 12 float64
 
 
-def units() -> list[nn.Module]:
+def units(width: int = 12) -> list[nn.Module]:
     torch.manual_seed(1)
-    return [nn.Sequential(nn.Linear(12, 12), nn.Tanh()).double() for _ in range(3)] + [nn.Linear(12, 12).double()]
+    return [nn.Sequential(nn.Linear(width, width), nn.Tanh()).double() for _ in range(3)] + [
+        nn.Linear(width, width).double()
+    ]
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -86,16 +91,12 @@ def make(compress: object, **options: Any) -> PipelineModule:
 
 
 def trained(pipe: PipelineModule, steps: Sequence[int] = range(STEPS)) -> tuple[list[float], list[Tensor]]:
-    results = [pipe.train_step(*batch(step)) for step in steps]
-    rest = pipe.flush()
-    losses = [each.loss for each in (*results, *rest) if each.loss is not None]
+    results = [*(pipe.train_step(*batch(step)) for step in steps), *pipe.flush()]
+    losses = [each.loss for each in results if each.loss is not None]
     return losses, [x.clone() for x in pipe.full_state_dict().values()]
 
 
-def same(one: tuple[list[float], list[Tensor]], other: tuple[list[float], list[Tensor]]) -> None:
-    assert one[0] == pytest.approx(other[0], rel=1e-11)
-    for mine, its in zip(one[1], other[1], strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-12)
+same = partial(near, rtol=1e-10)
 
 
 @pytest.mark.thorough(but=["1f1b-lowrank"])
@@ -135,18 +136,13 @@ def test_boundaries_by_name_before_all_of_them_and_bytes_as_simulated() -> None:
     whole.build(*batch(0))
     assert whole.links(Link()).activation_bytes == (192.0, 192.0, 192.0)
     costs = Costs(forward=1e-6, backward=1e-6)
-    slow, fast = (
-        simulate(each.schedule, costs, each.links(Link(seconds_per_byte=1e-6))).makespan for each in (whole, pipe)
-    )
+    link = Link(seconds_per_byte=1e-6)
+    slow, fast = (simulate(each.schedule, costs, each.links(link)).makespan for each in (whole, pipe))
     assert slow > 2 * fast
 
 
-class Skips(nn.Module):
+class Skips(Parts, first=lambda: units()[0], second=lambda: units()[1], third=lambda: units()[2]):
     """The first unit's output goes to each of the others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (unit for unit in units()[:3])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -217,17 +213,10 @@ def test_one_message_for_two_stages_of_a_rank() -> None:
     assert pipe.sent_bytes == dict.fromkeys(((0, 1), (1, 0)), (STEPS * M * BYTES["int8"], STEPS * M * 192))
 
 
-def over_processes(compress: object, options: dict[str, Any], replicas: int) -> tuple[Any, Any]:
+def over_processes(compress: object, options: dict[str, Any], replicas: int) -> tuple[Alone, Any]:
     pipe = make(compress, mesh={"data": replicas}, num_microbatches=M // replicas, **options)
-    results = []
-    for step in range(STEPS):
-        parts = [torch.cat(each.chunk(M)[pipe.rank % replicas :: replicas]) for each in batch(step)]
-        results.append(pipe.train_step(*parts))
-    rest = pipe.flush()
-    found = [each.loss for each in (*results, *rest) if each.loss is not None], [*pipe.full_state_dict().values()]
-    sent = pipe.sent_bytes
-    pipe.close()
-    return found, sent
+    parts = ([torch.cat(x.chunk(M)[pipe.rank % replicas :: replicas]) for x in batch(step)] for step in range(STEPS))
+    return train_piped(pipe, parts), pipe.sent_bytes
 
 
 @pytest.mark.thorough
@@ -241,8 +230,8 @@ def test_processes_as_in_one(gloo: Pool, compress: object, options: dict[str, An
     pipe = make(compress, mesh={"data": replicas}, num_microbatches=M // replicas, **options)
     expected, sent = trained(pipe), pipe.sent_bytes
     found = gloo.run(over_processes, ranks=2 * replicas, args=(compress, options, replicas))
-    for (losses, weights), _ in found:
-        same((expected[0][-len(losses) :], weights), (losses, expected[1]))
+    for each, _ in found:
+        same([each.losses, [*each.state.values()]], [expected[0][-len(each.losses) :], expected[1]])
     for link, (packed, whole) in sent.items():
         assert sum(each.get(link, (0, 0))[0] for _, each in found) == packed < whole
 
@@ -264,15 +253,9 @@ def test_a_checkpoint_says_what_it_has_not(compress: object, tmp_path: Path) -> 
     assert (again[0] == going_on[0][0]) == (compress == "int8")
 
 
-def wide(width: int) -> nn.Module:
-    torch.manual_seed(1)
-    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)]
-    return nn.Sequential(*layers, nn.Linear(width, width)).double()
-
-
 def decided(network: object, width: int = 64) -> tuple[dict[Any, float], list[float]]:
     """Sent bytes of a step by link, as a share of the whole ones, in front of the decision and behind it."""
-    pipe = make({"auto": network}, mesh={"pipe": 4}, model=wide(width), num_microbatches=8)
+    pipe = make({"auto": network}, mesh={"pipe": 4}, model=nn.Sequential(*units(width)), num_microbatches=8)
     x = torch.randn(32, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     losses = [pipe.train_step(x, x.sin()).loss for _ in range(5)]
     assert pipe.sent_bytes == {}
@@ -291,7 +274,7 @@ def test_auto_packs_slow_links_and_no_others() -> None:
 
 
 def decided_by_measuring() -> tuple[dict[Any, Any], float]:
-    pipe = make("auto", model=wide(64))
+    pipe = make("auto", model=nn.Sequential(*units(64)))
     x = torch.randn(2 * M, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     losses = [pipe.train_step(x, x.sin()).loss for _ in range(7)]
     codecs = pipe._building.pipeline.state.run.added[0].codecs.boundaries

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.alone import train_alone
 from support.inside import Seen, TokenBlocks
-from support.parts import Parts
+from support.parts import GIVEN, Parts
 from support.pool import Pool
 from support.sliced import VOCABULARY, T, batch, chain, counted_loss, gpt, mean_loss
 from support.small import sgd
@@ -115,43 +116,24 @@ def test_attend_on_whole_sequences_is_torchs_attention() -> None:
 def _trained(options: dict[str, Any], mesh: dict[str, Any], *, counted: bool = False) -> tuple[list[float], float]:
     """Of three steps: the losses less those of one plain process, and the largest difference of a weight, relative."""
     loss_fn = counted_loss if counted else mean_loss
-    plain, model = chain(), chain()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    found = Mesh(**mesh)
-    with PipelineModule(
-        model, mesh=found, num_microbatches=2, loss_fn=loss_fn, optimizer=sgd, max_grad_norm=1.0, verify=True, **options
-    ) as pipe:
-        differences = []
-        for _ in range(3):
-            tokens, targets = batch()
-            number, count = pipe.replica
-            own = slice(number * 4 // count, (number + 1) * 4 // count)
-            result = pipe.train_step(tokens[own], targets[own])
-            loss = loss_fn(plain(tokens), targets)
-            loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-            optimizer.step()
-            differences.append(abs((result.loss or math.nan) - loss.item()))
-        timeline = result.timeline()
-        assert any(trace.exchanges for trace in timeline.ranks)  # keys and values that are gathered
+    plain, (tokens, targets) = chain(), batch()
+    losses = train_alone(plain, [batch()] * 3, sgd, loss_fn=loss_fn, clip=1.0).losses
+    settings = {"num_microbatches": 2, "optimizer": sgd, "max_grad_norm": 1.0, "verify": True} | options
+    with PipelineModule(chain(), mesh=Mesh(**mesh), loss_fn=loss_fn, **settings) as pipe:
+        number, count = pipe.replica
+        own = slice(number * 4 // count, (number + 1) * 4 // count)
+        results = [pipe.train_step(tokens[own], targets[own]) for _ in losses]
+        assert any(trace.exchanges for trace in results[-1].timeline().ranks)  # keys and values that are gathered
         state = pipe.full_state_dict()
         worst = max(float((state[name] - x).abs().max() / x.abs().max()) for name, x in plain.state_dict().items())
-        differences.append(
-            abs((pipe.eval_step(tokens[own], targets[own]).loss or math.nan) - _evaluated(plain, loss_fn))
-        )
-        output = pipe.predict(tokens[own])
+        loss = loss_fn(plain(tokens), targets)
+        losses.append((loss[0] / loss[1] if isinstance(loss, tuple) else loss).item())
+        results.append(pipe.eval_step(tokens[own], targets[own]))
+        differences = [abs((one.loss or math.nan) - loss) for one, loss in zip(results, losses, strict=True)]
+        output: Any = pipe.predict(tokens[own])
         if output is not None:
-            assert isinstance(output, Tensor)
             differences.append((output - plain(tokens[own])).abs().max().item())
     return differences, worst
-
-
-def _evaluated(plain: nn.Module, loss_fn: Any) -> float:
-    tokens, targets = batch()
-    loss = loss_fn(plain(tokens), targets)
-    return (loss[0] / loss[1] if isinstance(loss, tuple) else loss).item()
 
 
 def _is_exact(
@@ -263,38 +245,44 @@ class _Masked(nn.Module):
         return out
 
 
+_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # options, axes of the mesh
+    "conv": (
+        {},
+        {},
+        r"(?s)differs over parts of the sequence: .*Expected a model whose tokens depend on each other in",
+    ),
+    "mask": ({}, {}, r"a mask of shape \(12, 12\) in _Masked.* or stagewright.attend"),
+    "odd": ({}, {}, r"sequences of 11 tokens over a context group of 2: expected a multiple of 2, such as 12"),
+    "dims": (
+        {"example_inputs": Inputs(sequence_dims={0: 0})},
+        {},
+        r"sequence_dims\[0\]=0 and .*: expected a dimension below 2 other than that of the batch",
+    ),
+    "sync": ({}, {"sync": 4}, r'"context": 2.* with sync=4'),
+    "sliced": ({"schedule": "seq1f1b"}, {}, r"under 'seq1f1b', whose slices are parts of the sequence, too"),
+    "auto": (
+        {"schedule": "auto", "optimizer": torch.optim.SGD},
+        {},
+        r'"context": 2.* with schedule="auto", whose plans have none',
+    ),
+    "memory": ({"recompute": {"memory_budget": "1MiB"}}, {}, r"with recompute= of a budget"),
+    "reroute": ({}, {"on_failure": "reroute"}, r'"context": 2.* with on_failure="reroute"'),
+}
+
+
 def _refused(kind: str) -> None:
-    model = chain(layers=1)
-    options: dict[str, Any] = {"loss_fn": mean_loss, "num_microbatches": 2}
-    mesh: dict[str, Any] = {"pipe": 1, "context": 2}
-    tokens, targets = batch()
+    options, axes, text = _REFUSED[kind]
+    model, (tokens, targets) = chain(layers=1), batch(length=T - 1 if kind == "odd" else T)
     if kind in ("conv", "mask"):
-        layer = {"conv": _Across, "mask": _Masked}[kind]().double()
-        model = nn.Sequential(model[0], layer, *model[1:])
-    if kind == "odd":
-        tokens, targets = batch(length=T - 1)
-    if kind == "dims":
-        options["example_inputs"] = Inputs(sequence_dims={0: 0})
-    if kind == "sync":
-        mesh |= {"sync": 4}
-    if kind == "sliced":
-        options["schedule"] = "seq1f1b"
-    if kind == "auto":
-        options |= {"schedule": "auto", "optimizer": torch.optim.SGD}
-    if kind == "memory":
-        options["recompute"] = {"memory_budget": "1MiB"}
-    if kind == "reroute":
-        mesh |= {"on_failure": "reroute"}
-    with pytest.raises(ValueError, match=_TEXTS[kind]), PipelineModule(model, mesh=Mesh(**mesh), **options) as pipe:
+        model = nn.Sequential(model[0], {"conv": _Across, "mask": _Masked}[kind]().double(), *model[1:])
+    mesh = Mesh(pipe=1, context=2, **axes)
+    given: dict[str, Any] = {"mesh": mesh, "loss_fn": mean_loss, "num_microbatches": 2} | options
+    with pytest.raises(ValueError, match=text), PipelineModule(model, **given) as pipe:
         pipe.forward_backward(tokens, targets)
 
 
-class _Skips(nn.Module):
+class _Skips(Parts, inner=GIVEN, number=GIVEN):
     """Leaves its attention out where its tokens say so: other layers on each member, as many calls."""
-
-    def __init__(self, inner: nn.Module, number: int) -> None:
-        super().__init__()
-        self.inner, self.number = inner, number
 
     def forward(self, x: Tensor) -> Tensor:
         skips = self.training and torch.is_grad_enabled() and torch.distributed.get_rank() == self.number
@@ -374,19 +362,6 @@ def _of_lengths(context: int) -> float:
 @pytest.mark.thorough
 def test_microbatches_of_other_lengths_weigh_as_without_a_context_group(gloo: Pool) -> None:
     assert gloo.run(_of_lengths, ranks=2, args=(2,)) == pytest.approx(gloo.run(_of_lengths, ranks=2, args=(1,)), 1e-12)
-
-
-_TEXTS = {
-    "conv": r"(?s)differs over parts of the sequence: .*Expected a model whose tokens depend on each other in",
-    "mask": r"a mask of shape \(12, 12\) in _Masked.* or stagewright.attend",
-    "odd": r"sequences of 11 tokens over a context group of 2: expected a multiple of 2, such as 12",
-    "dims": r"sequence_dims\[0\]=0 and .*: expected a dimension below 2 other than that of the batch",
-    "sync": r'"context": 2.* with sync=4',
-    "sliced": r"under 'seq1f1b', whose slices are parts of the sequence, too",
-    "auto": r'"context": 2.* with schedule="auto", whose plans have none',
-    "memory": r"with recompute= of a budget",
-    "reroute": r'"context": 2.* with on_failure="reroute"',
-}
 
 
 @pytest.mark.thorough

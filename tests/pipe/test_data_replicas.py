@@ -1,4 +1,4 @@
-"""mesh={"pipe": P, "data": D}: replicas of the whole pipeline, against one process in float64.
+"""mesh={"pipe": P, "data": D}: replicas of the whole pipeline, and of single stages, against one process in float64.
 
 Over processes each replica passes a batch of its own; in one process the one batch is shared out.
 """
@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.alone import train_alone
+from support import small
+from support.alone import near, train_alone, train_piped
+from support.async_pipeline import run
+from support.async_reference import UNEVEN, AsyncCase, agree
 from support.inside import on_ranks, replicate
+from support.plain import batch
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
@@ -21,18 +25,13 @@ from stagewright.pipe import PipelineModule
 from stagewright.schedules import ScheduleError, build, check
 
 WIDTH = 6
+momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "looped-bfs")
 
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)]).double()
-
-
-def make_batch(seed: int, size: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x, y = (torch.randn(size, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
-    return x, y
 
 
 def masked(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,43 +50,29 @@ def make_pipe(model: nn.Module, *, num_data: int = 2, **options: Any) -> Pipelin
         "num_microbatches": 3,
         "mesh": {"pipe": 2, "data": num_data},
         "loss_fn": F.mse_loss,
-        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "optimizer": momentum,
         "timeout": 120.0,
     }
     return PipelineModule(model, **records(**(settings | options)))
-
-
-def trained_alone(batches: list[tuple[Tensor, ...]], loss_fn: Any) -> tuple[dict[str, Tensor], list[float]]:
-    """The same training in one process, each batch whole."""
-    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    losses, _, state = train_alone(make_model(), batches, optimizer, loss_fn=loss_fn)
-    return state, losses
-
-
-def assert_equal_states(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
 @pytest.mark.thorough(but=["gpipe-sum-and-count"])
 @pytest.mark.parametrize("loss_fn", [F.mse_loss, masked], ids=["mean", "sum-and-count"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_in_one_process_the_batch_is_shared_out(name: str, loss_fn: Any) -> None:
-    batches = [make_batch(seed, 13) for seed in range(3)]
+    batches = [batch(seed, samples=13) for seed in range(3)]
     pipe = make_pipe(make_model(), schedule=name, loss_fn=loss_fn)
-    losses = [pipe.train_step(*batch).loss for batch in batches]
-    state, wanted = trained_alone(batches, loss_fn)
-    assert losses == pytest.approx(wanted, abs=1e-12)
-    assert_equal_states(pipe.full_state_dict(), state)
+    found, wanted = train_piped(pipe, batches), train_alone(make_model(), batches, momentum, loss_fn=loss_fn)
+    near([found.losses, found.state], [wanted.losses, wanted.state])
     assert pipe.num_ranks == 4
     assert pipe.schedule.num_microbatches == 6
 
 
-UNEVEN = ((6, 6), (7, 4), (3, 9))  # samples of each replica, by step
+SIZES = ((6, 6), (7, 4), (3, 9))  # samples of each replica, by step
 
 
 def own_batch(replica: int, step: int) -> tuple[Tensor, Tensor]:
-    return make_batch(10 * replica + step, UNEVEN[step][replica])
+    return batch(10 * replica + step, samples=SIZES[step][replica])
 
 
 def run_own(loss_fn: Any) -> tuple[list[float | None], dict[str, Tensor], Any, Any]:
@@ -108,17 +93,14 @@ def test_batches_of_different_sizes_count_by_their_samples(gloo: Pool, loss_fn: 
     answers = gloo.run(run_own, ranks=4, args=(loss_fn,))
     parts = [[own_batch(replica, step) for replica in range(2)] for step in range(3)]
     batches = [tuple(torch.cat(column) for column in zip(*both, strict=True)) for both in parts]
-    state, wanted = trained_alone(batches, loss_fn)
     model = make_model()
-    model.load_state_dict(state)
-    evaluated = float(mean_of(loss_fn, model(batches[0][0]), batches[0][1]).detach())
+    wanted = train_alone(model, batches, momentum, loss_fn=loss_fn)
+    evaluated = mean_of(loss_fn, model(batches[0][0]), batches[0][1]).item()
     for rank, (losses, found, eval_loss, output) in enumerate(answers):
-        assert losses == pytest.approx(wanted, abs=1e-12)
         assert losses == answers[0][0]
-        assert_equal_states(found, state)
-        assert eval_loss == pytest.approx(evaluated, abs=1e-12)
+        near([losses, found, eval_loss], [wanted.losses, wanted.state, evaluated])
         if rank >= 2:  # the last stage
-            torch.testing.assert_close(output, model(own_batch(rank % 2, 0)[0]), rtol=0, atol=1e-12)
+            near(output, model(own_batch(rank % 2, 0)[0]).detach())
 
 
 @pytest.mark.thorough(but=["gpipe-2", "pipedream-2"])
@@ -136,12 +118,138 @@ def test_replicated_schedules_are_sound(name: str, num_replicas: int) -> None:
 
 def test_a_schedule_on_other_ranks() -> None:
     one = build("1f1b", num_ranks=3, num_microbatches=2, replicas=(2, 1))
-    moved = on_ranks(one, [1, 3, 0], num_ranks=4)
-    check(moved)
-    assert moved.owners == ((1, 3), (0,))
-    assert moved.programs[2] == ()
-    turned = on_ranks(one, [3, 1, 0], num_ranks=4)
-    check(turned)
-    assert turned.owners == ((3, 1), (0,))
+    for first, second in ((1, 3), (3, 1)):
+        moved = on_ranks(one, [first, second, 0], num_ranks=4)
+        check(moved)
+        assert moved.owners == ((first, second), (0,))
+        assert moved.programs[2] == ()
     with pytest.raises(ScheduleError, match=r"expected as many different ones from 0 to 1"):
         on_ranks(one, [0, 1, 2], num_ranks=2)
+
+
+SAMPLES, M, D, STEPS = 16, 4, 2, 3
+
+
+def averaging() -> nn.Sequential:
+    """Running statistics are means over all microbatches so far."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *[part for _ in range(3) for part in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None))]
+    ).double()
+
+
+def spectral() -> nn.Sequential:
+    """Each forward goes one step of the power iteration on, whatever it is given."""
+    torch.manual_seed(0)
+    norm = nn.utils.parametrizations.spectral_norm
+    return nn.Sequential(*[norm(nn.Linear(WIDTH, WIDTH)) for _ in range(4)]).double()
+
+
+def plain(model: nn.Module, order: list[int]) -> dict[str, Tensor]:
+    """State after batches whose D M microbatches ran forwards in this order."""
+    optimizer = small.sgd(model.parameters())
+    for step in range(STEPS):
+        parts = list(zip(*(each.tensor_split(D * M) for each in batch(step, samples=SAMPLES)), strict=True))
+        losses = {k: F.mse_loss(model(parts[k][0]), parts[k][1]) / (D * M) for k in order}
+        for k in range(D * M):
+            losses[k].backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def piped(model: nn.Module, *, replica: int | None = None, **options: Any) -> tuple[dict[str, Tensor], ...]:
+    """(full state, this process's); each process passes its own replica's microbatches, k = replica mod D."""
+    settings: dict[str, Any] = {"mesh": {"pipe": 2, "data": D}, "loss_fn": F.mse_loss, "num_microbatches": M}
+    pipe = PipelineModule(model, **records(optimizer=small.sgd, **(settings | options)))
+    for step in range(STEPS):
+        given = batch(step, samples=SAMPLES)
+        if replica is not None:
+            given = tuple(torch.cat(each.tensor_split(D * M)[replica::D]) for each in given)  # type: ignore[assignment]
+        pipe.train_step(*given)
+    found = pipe.full_state_dict(), pipe.state_dict()
+    pipe.close()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_in_one_process_replicas_share_them(schedule: str) -> None:
+    near(piped(averaging(), schedule=schedule)[0], plain(averaging(), list(range(D * M))))
+
+
+def test_what_one_forward_leaves_for_the_next_follows_the_order_in_which_they_run() -> None:
+    """Replica after replica: each forward of one is ahead of those of the next."""
+    mine = piped(spectral(), schedule="gpipe")[0]
+    near(mine, plain(spectral(), [*range(0, D * M, D), *range(1, D * M, D)]))
+    in_order = plain(spectral(), list(range(D * M)))
+    assert max(float((mine[name] - value).abs().max()) for name, value in in_order.items()) > 1e-5
+
+
+def piped_here() -> tuple[dict[str, Tensor], ...]:
+    return piped(averaging(), replica=torch.distributed.get_rank() % D, mesh={"pipe": 1, "data": D})
+
+
+@pytest.mark.thorough
+def test_over_processes_each_replica_has_its_own(gloo: Pool) -> None:
+    """Weights are one process's, since a microbatch is normalised by itself; statistics are of the own microbatches."""
+    wanted = plain(averaging(), list(range(D * M)))
+    statistics = []
+    for replica, (full, own) in enumerate(gloo.run(piped_here, ranks=D)):
+        near(full, {name: value for name, value in wanted.items() if "running" not in name and "num" not in name})
+        assert int(own["1.num_batches_tracked"]) == STEPS * M
+        assert torch.equal(full["1.running_mean"], own["1.running_mean"]) == (replica == 0)
+        statistics.append(own["1.running_mean"])
+    together = torch.stack(statistics).mean(0)  # equal numbers of microbatches: the mean of both means is all's
+    near(together, wanted["1.running_mean"])
+
+
+LAYOUTS = [(2, 1), (1, 2), (3, 1), (1, 3), (2, 1, 1), (2, 2)]
+
+
+def async_case(replicas: tuple[int, ...], **options: Any) -> AsyncCase:
+    settings = {"task": "conv-norm", "optimizer": "momentum", "sizes": UNEVEN[:4], "num_microbatches": 5}
+    return AsyncCase(schedule="1f1b", num_ranks=sum(replicas), replicas=replicas, **(settings | options))
+
+
+@pytest.mark.thorough(but=["replicas6-2"])
+@pytest.mark.parametrize(
+    ("replicas", "num_microbatches"), [(each, m) for i, each in enumerate(LAYOUTS) for m in ((1, 6), (2, 5))[i % 2]]
+)
+def test_gradients_of_uneven_replicas_in_one_process(replicas: tuple[int, ...], num_microbatches: int) -> None:
+    """M need not be a multiple of the replicas; with M=1 some have nothing to do."""
+    check(build("1f1b", num_ranks=sum(replicas), num_microbatches=num_microbatches, replicas=replicas))
+    one = async_case(replicas, num_microbatches=num_microbatches)
+    agree(run(one), one)
+
+
+def _replicas_that_start_apart() -> list[float]:
+    torch.manual_seed(torch.distributed.get_rank() == 1)  # the second replica of the first stage makes other weights
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+    schedule = build("1f1b", num_ranks=3, num_microbatches=4, replicas=(2, 1))
+    pipe: PipelineModule = small.make(model=model, schedule=schedule, num_microbatches=None, mesh=None)
+    for _ in range(3):
+        pipe.train_step(small.X, small.Y)
+    return [float(value.detach().double().sum()) for value in pipe.state_dict().values()]
+
+
+@pytest.mark.thorough
+def test_replicas_begin_with_the_weights_of_the_first_one_and_stay_equal(gloo: Pool) -> None:
+    first, second, _ = gloo.run(_replicas_that_start_apart, ranks=3)
+    assert first == second
+
+
+def _in_small_buckets(one: AsyncCase, num_bytes: int) -> Any:
+    from support.inside import buckets
+
+    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, num_bytes
+    try:
+        return run(one)
+    finally:
+        buckets.BUCKET_BYTES = before
+
+
+@pytest.mark.thorough
+def test_gradients_are_summed_bucket_by_bucket(gloo: Pool) -> None:
+    """Each alone and in its own place; several at once and the rest."""
+    one = async_case((2, 1), optimizer="adamw")
+    agree(gloo.run(_in_small_buckets, ranks=3, args=(one, 300)), one)

@@ -158,12 +158,8 @@ def test_a_module_fills_its_parts_after_them_and_leaves_what_has_values() -> Non
     assert (state["1.up.bias"] != 5).all()
 
 
-class Scaled(nn.Module):
+class Scaled(Parts, layer=lambda: nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)), scale=lambda: [torch.rand(WIDTH)]):
     """A layer with a tensor that nobody registered, and a loss with one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)), [torch.rand(WIDTH)]
 
     def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
         x = self.layer(x) * self.scale[0]

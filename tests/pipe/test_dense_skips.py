@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.alone import train_alone
+from support.alone import near, same_gradients, train_alone, train_piped
+from support.models import token_loss
+from support.parts import Parts
+from support.plain import batch as plain_batch
+from support.plain import linear
 from support.records import records
 from support.small import sgd
 from torch import Tensor, nn
@@ -53,10 +57,6 @@ class DenseGPT(nn.Module):
         return self.head(outputs[-1])
 
 
-def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def make_model() -> DenseGPT:
     torch.manual_seed(0)
     return DenseGPT().double()
@@ -70,7 +70,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
     settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": MICROBATCHES, "timeout": 120.0}
-    settings |= {"loss_fn": loss_fn, "optimizer": sgd, "example_inputs": batch(0)[:1]}
+    settings |= {"loss_fn": token_loss, "optimizer": sgd, "example_inputs": batch(0)[:1]}
     return PipelineModule(model, **records(**(settings | options)))
 
 
@@ -84,11 +84,8 @@ CHUNKS: dict[str, dict[str, Any]] = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", CHUNKS.values(), ids=CHUNKS)
 def test_several_stages_of_a_rank_take_one_output(options: dict[str, Any]) -> None:
-    pipe = make_pipe(make_model(), schedule="interleaved", **options)
-    for step in range(STEPS):
-        pipe.train_step(*batch(step))
-    wanted = train_alone(make_model(), map(batch, range(STEPS)), sgd, loss_fn=loss_fn).state
-    torch.testing.assert_close(dict(pipe.full_state_dict()), wanted, rtol=0, atol=1e-12)
+    found = train_piped(make_pipe(make_model(), schedule="interleaved", **options), map(batch, range(STEPS)))
+    near(found.state, train_alone(make_model(), map(batch, range(STEPS)), sgd, loss_fn=token_loss).state)
 
 
 class Counting:
@@ -146,13 +143,8 @@ def test_freed_behind_the_last_consumer(monkeypatch: pytest.MonkeyPatch) -> None
     assert counting.most_alive <= 4  # of eight
 
 
-class TakenTwice(nn.Module):
+class TakenTwice(Parts, first=linear, second=linear, third=linear, fourth=lambda: nn.Bilinear(6, 6, 6)):
     """What `first` makes goes to `second` and to `fourth`, which are on the other rank under two chunks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(3, 3, dtype=torch.float64) for _ in range(3))
-        self.fourth = nn.Bilinear(3, 3, 3, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
@@ -160,20 +152,10 @@ class TakenTwice(nn.Module):
 
 
 def test_gradients_of_several_consumers_on_one_rank_add_up() -> None:
-    torch.manual_seed(0)
-    model, (x, target) = TakenTwice(), torch.randn(2, 4, 3, dtype=torch.float64)
+    model, (x, target) = TakenTwice().double(), plain_batch(0)
     plain = copy.deepcopy(model)
     F.mse_loss(plain(x), target).backward()
-    pipe = PipelineModule(
-        model,
-        schedule="interleaved",
-        num_chunks=2,
-        num_microbatches=2,
-        mesh={"pipe": 2},
-        cut=["second", "third", "fourth"],
-        loss_fn=F.mse_loss,
-        verify=False,
-    )
-    pipe.forward_backward(x, target)
-    for (name, one), other in zip(pipe.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, msg=name)
+    options: dict[str, Any] = {"schedule": "interleaved", "num_chunks": 2, "num_microbatches": 2, "mesh": {"pipe": 2}}
+    options |= {"cut": ["second", "third", "fourth"], "loss_fn": F.mse_loss, "verify": False}
+    PipelineModule(model, **options).forward_backward(x, target)
+    same_gradients(model, plain)

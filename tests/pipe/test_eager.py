@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,16 +11,17 @@ import torch
 import torch.nn.functional as F
 from support import eager_models as models
 from support import eager_objects as objects
-from support.alone import train_alone
+from support.alone import near, train_alone
 from support.inside import Arguments, RecordedUnits
+from support.plain import batch
 from support.records import records
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
 
-WIDTH = models.WIDTH
-X, Y = (torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+X, Y = batch(0, models.WIDTH)
 STEPS = 3
+sgd = partial(torch.optim.SGD, lr=0.05)
 
 # Modules of all other kinds, and code around them: test_fuzz.py.
 IN_UNITS = {"checkpoint": models.CheckpointedBlock, "reentrant checkpoint": models.ReentrantBlock}
@@ -48,32 +50,15 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
     return make().double()
 
 
-def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05)
-
-
-def plain_steps(model: nn.Module) -> list[float]:
-    """Losses of some steps of four microbatches, and what they leave in the model."""
-    return train_alone(model, [(X, Y)] * STEPS, sgd, parts=4).losses
-
-
 def pipeline(model: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {
-        "num_microbatches": 4,
-        "mesh": {"pipe": 2},
-        "loss_fn": F.mse_loss,
-        "optimizer": sgd,
-        "example_inputs": (X,),
-    }
-    return PipelineModule(model, **records(**(settings | options)))
+    settings: dict[str, Any] = {"num_microbatches": 4, "mesh": {"pipe": 2}, "loss_fn": F.mse_loss, "optimizer": sgd}
+    return PipelineModule(model, **records(**(settings | {"example_inputs": (X,)} | options)))
 
 
-def equal(model: nn.Module, twin: nn.Module, *, atol: float = 1e-12) -> None:
-    """Parameters, gradients, buffers and plain attributes of every module."""
-    for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(mine, other, rtol=0, atol=atol), name
-    for (name, mine), (_, other) in zip(model.named_buffers(), twin.named_buffers(), strict=True):
-        assert torch.allclose(mine, other, rtol=0, atol=atol), name
+def equal(model: nn.Module, twin: nn.Module) -> None:
+    """Parameters, buffers and plain attributes of every module."""
+    for tensors in (nn.Module.parameters, nn.Module.buffers):
+        near([*tensors(model)], [*tensors(twin)])  # type: ignore[operator]
     for (name, mine), other in zip(model.named_modules(), twin.modules(), strict=True):
         plain = {key: value for key, value in vars(mine).items() if isinstance(value, int | float | str | list)}
         assert plain == {key: vars(other)[key] for key in plain}, name
@@ -94,11 +79,11 @@ def test_training_is_that_of_one_process(make: Callable[[], nn.Module]) -> None:
     model, twin = made(make), made(make)
     pipe = pipeline(model, mesh={"pipe": 3})
     losses = [pipe.train_step(X, Y).loss for _ in range(STEPS)]
-    assert losses == pytest.approx(plain_steps(twin), abs=1e-12)
+    near(losses, train_alone(twin, [(X, Y)] * STEPS, sgd, parts=4).losses)
     equal(model, twin)
     with torch.no_grad():
         expected = torch.cat([twin.eval()(x.clone()) for x in X.split(2)])
-    assert torch.allclose(pipe.predict(X), expected, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+    near(pipe.predict(X), expected)
 
 
 # --- schedules, processes, what changes between steps ---
@@ -129,7 +114,7 @@ def test_a_change_after_which_other_modules_run_is_refused_by_name() -> None:
     pipe.train_step(X, Y)
     with torch.no_grad():
         expected = torch.cat([model.eval()(x) for x in X.split(2)])
-    assert torch.allclose(pipe.predict(X), expected, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+    near(pipe.predict(X), expected)
 
 
 @pytest.mark.thorough(but=["checkpoint in units", "reentrant checkpoint in units"])
@@ -156,10 +141,8 @@ def test_checkpointing_keeps_as_little_as_in_one_process(name: str) -> None:
 @pytest.mark.parametrize("make", [objects.CountsBetween, objects.SetsBetween])
 def test_attributes_set_between_modules_that_read_them_are_refused(make: Callable[[], nn.Module]) -> None:
     """A stage would read what stood there when the stages were built."""
-    with pytest.raises(
-        ValueError,
-        match=r"attribute '(number|depth)' of a .* at .*eager_objects.py:\d+, in forward.* into a module of ",
-    ):
+    text = r"attribute '(number|depth)' of a .* at .*eager_objects.py:\d+, in forward.* into a module of "
+    with pytest.raises(ValueError, match=text):
         pipeline(made(make))
 
 

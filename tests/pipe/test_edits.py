@@ -16,7 +16,7 @@ import torch.distributed as dist
 from support.edited import Wrapped
 from support.inside import beside
 from support.models import make_batch, make_model, task_of
-from support.parts import Parts
+from support.parts import GIVEN, Parts
 from support.pool import Pool
 from support.small import sgd
 from torch import nn
@@ -203,12 +203,8 @@ def test_a_buffer_that_an_edit_takes_away_is_not_compared_and_said() -> None:
     assert said[0].startswith("not compared: 1: replace(")
 
 
-class Attention(nn.Module):
+class Attention(Parts, q=lambda: nn.Linear(8, 8), k=lambda: nn.Linear(8, 8), v=lambda: nn.Linear(8, 8)):
     """Its keys' bias has no gradient but for rounding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x))
@@ -274,12 +270,8 @@ def test_what_runs_again_moves_buffers_once_and_draws_the_same() -> None:
         edits.verify((torch.randn(6, 8),))
 
 
-class Returning(nn.Module):
+class Returning(Parts, linear=lambda: nn.Linear(4, 4), tell=GIVEN):
     """A linear layer whose result is told as something else."""
-
-    def __init__(self, tell: Callable[[torch.Tensor], object]) -> None:
-        super().__init__()
-        self.linear, self.tell = nn.Linear(4, 4), tell
 
     def forward(self, x: torch.Tensor) -> object:
         return self.tell(self.linear(x))

@@ -24,13 +24,8 @@ from stagewright.pipe import PipelineModule
 from stagewright.schedules import ScheduleError
 
 
-class Tower(nn.Module):
+class Tower(Parts, blocks=lambda: nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), head=lambda: nn.Linear(6, 6)):
     """Traced, since it is no nn.Sequential."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        self.head = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -45,14 +40,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"schedule": "1f2b"},
         r"unknown schedule '1f2b': expected one of gpipe, 1f1b, .*interleaved, looped-bfs.*; did you mean '1f1b'\?",
     ),
-    "schedule of another type": (
-        {"schedule": 3},
-        r"schedule=3: expected a name, a Schedule, Constraints, a function, or FILE\.csv",
-    ),
-    "no microbatches": (
-        {"num_microbatches": 0},
-        r"num_microbatches=0 for schedule '1f1b': expected a whole number, at least 1",
-    ),
+    "schedule of another type": ({"schedule": 3}, r"schedule=3: expected a name, a .*, a function, or FILE\.csv"),
+    "no microbatches": ({"num_microbatches": 0}, "num_microbatches=0 for schedule '1f1b': expected a whole number, at"),
     "chunks that 1f1b has not": (
         {"num_chunks": 2},
         r"num_chunks=2 for schedule '1f1b': it has one stage per rank; expected 1, or .*interleaved",
@@ -83,10 +72,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"model": Tower(), "mesh": {"pipe": 3}, "cut": ["head", "blocks.1"]},
         r"cut='blocks\.1' begins at or before .*: expected names in the order in which the model runs them",
     ),
-    "too many split points": (
-        {"cut": ["1", "2"]},
-        r"cut=\['1', '2'\] begins 3 stages, the schedule has 2: expected 1 names",
-    ),
+    "too many split points": ({"cut": ["1", "2"]}, "begins 3 stages, the schedule has 2: expected 1 names"),
     "split points as a word": ({"cut": "3"}, r"cut='3': expected a list of names, such as \['3'\]"),
     "too few stages": (
         {"stages": [nn.Linear(6, 6)]},
@@ -116,10 +102,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"lr_scheduler": StepLR},
         r"^lr_scheduler=StepLR: called with 1 argument, it fails .*'step_size'\); lr_scheduler=lambda optimizer",
     ),
-    "a class of losses": (
-        {"loss_fn": nn.MSELoss},
-        r"^loss_fn=MSELoss: a class: expected a module of it; loss_fn=MSELoss\(\)$",
-    ),
+    "a class of losses": ({"loss_fn": nn.MSELoss}, r"^loss_fn=MSELoss: a class: .* of it; loss_fn=MSELoss\(\)$"),
     "a loss without a target": (
         {"loss_fn": lambda output: output.sum()},
         r"called with 2 arguments, it fails \(too many .*\); loss_fn=lambda output, target",
@@ -223,11 +206,7 @@ def test_what_methods_are_given(use: Callable[[PipelineModule], object], message
 # --- schedules from files ---
 
 FILES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "bad cell": (
-        "0F0,,,0B0\n,1F0,1X0,\n",
-        {},
-        r"plan\.csv: row 2, column 3: cannot read the action '1X0': expected .*3F12",
-    ),
+    "bad cell": ("0F0,,,0B0\n,1F0,1X0,\n", {}, r"plan\.csv: row 2, column 3: cannot read the .* '1X0': .*3F12"),
     "missing pair": ("0F0,,,0B0\n,1F0,,\n", {}, r"plan\.csv: missing: 1B0\. Each of the 2 stages needs F and B"),
     "deadlock": (
         "0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n",
@@ -298,12 +277,7 @@ class Misshapen(nn.Module):
 @pytest.mark.parametrize(
     ("model", "culprit", "code", "beginning"),
     [
-        (
-            Undecided(),
-            Undecided,
-            "if x.sum() > 0:",
-            "Undecided cannot be recorded: .* reads a tensor's value",
-        ),
+        (Undecided(), Undecided, "if x.sum() > 0:", "Undecided cannot be recorded: .* reads a tensor's value"),
         (
             nn.Sequential(nn.Linear(6, 6), Misshapen()),
             Misshapen,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.experts import NUMBER, WIDTH, Expert, Listed, Stacked, Weights, batch, model, pipeline
 from support.inside import Column, ListedExperts, Samples, TensorStyles, without_experts
+from support.parts import Parts
 from support.pool import Pool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -29,12 +30,8 @@ def test_a_tensor_group_divides_all_but_the_experts() -> None:
             without_experts(TensorStyles(count=2, styles={**outside, around: Samples()}), experts)
 
 
-class Odd(nn.Module):
+class Odd(Parts, experts=lambda: nn.Linear(WIDTH, NUMBER * WIDTH)):
     """Experts of a form of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.Linear(WIDTH, NUMBER * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.experts(x).view(*x.shape, NUMBER).sum(-1)
@@ -98,26 +95,18 @@ class Same(Listed):
         self.experts = nn.ModuleList([*self.experts, *self.experts])
 
 
-class Sized(nn.Module):
-    """Experts called with rows and the number for each."""
+class Sizes(Parts, weight=lambda: nn.Parameter(torch.randn(NUMBER, WIDTH, WIDTH))):
+    def forward(self, rows: Tensor, sizes: list[int]) -> Tensor:
+        return torch.cat([x @ self.weight[i] for i, x in enumerate(rows.split(sizes))])
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = Sizes()
+
+class Sized(Parts, experts=Sizes):
+    """Experts called with rows and the number for each."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, WIDTH)
         out: Tensor = self.experts(rows, [len(rows)]).view_as(x)
         return out
-
-
-class Sizes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(NUMBER, WIDTH, WIDTH))
-
-    def forward(self, rows: Tensor, sizes: list[int]) -> Tensor:
-        return torch.cat([x @ self.weight[i] for i, x in enumerate(rows.split(sizes))])
 
 
 class Centred(Weights):
@@ -132,11 +121,7 @@ class Centred(Weights):
         return sum(of_each, torch.zeros_like(hidden))
 
 
-class Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Listed()
-
+class Failing(Parts, layer=Listed):
     def forward(self, x: Tensor) -> Tensor:
         raise RuntimeError("it fails before")
 

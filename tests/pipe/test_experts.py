@@ -13,14 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.alone import train_alone
 from support.experts import NUMBER, WIDTH, Batched, Expert, Listed, Stacked, batch, model, pipeline
 from support.inside import ListedExperts, TensorGroup
-from support.plain import trained_plainly
+from support.parts import GIVEN, Parts
 from support.pool import Pool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stagewright import Mesh, PeerLost, PipelineModule
+from stagewright import Mesh, PeerLost
 
 
 def _joined(replicas: int, step: int) -> tuple[Tensor, Tensor]:
@@ -52,18 +53,10 @@ def _trained(options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
     """Of three steps: differences of losses, weights, evaluation and outputs from those of one plain process."""
     warnings.filterwarnings("ignore", message="the schedule splits the backward")  # experts give little to W
     delay = int(options.get("schedule") == "2bw")
-    with PipelineModule(
-        model(),
-        mesh=Mesh(**mesh),
-        num_microbatches=2,
-        loss_fn=F.mse_loss,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
-        max_grad_norm=1.0,
-        verify=True,
-        **options,
-    ) as pipe:
+    with pipeline(Mesh(**mesh), model=model(), max_grad_norm=1.0, **({"verify": True} | options)) as pipe:
         replica, count = pipe.replica
-        expected, plain = trained_plainly(model(), lambda step: _joined(count, step), F.mse_loss, steps=3, delay=delay)
+        plain, wholes = model(), (_joined(count, step) for step in range(3))
+        expected = train_alone(plain, wholes, partial(torch.optim.AdamW, lr=0.05), delay=delay, clip=1.0).losses
         results = [pipe.train_step(*batch(replica, step)) for step in range(3)] + pipe.flush()
         found = [result.loss for result in results if result.loss is not None]
         differences = [abs(one - other) for one, other in zip(found, expected, strict=True)]
@@ -76,7 +69,6 @@ def _trained(options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
         differences.append(abs((math.nan if loss is None else loss) - F.mse_loss(plain(whole[0]), whole[1]).item()))
         output = pipe.predict(x)
         if output is not None:
-            assert isinstance(output, Tensor)
             differences.append((output - plain(x)).abs().max().item())
         return differences
 
@@ -217,11 +209,7 @@ class Balanced(Listed):
         return super().forward(x), added + (share * self.gate(tokens).softmax(-1).mean(0)).sum()
 
 
-class Last(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(WIDTH, 2)
-
+class Last(Parts, out=lambda: nn.Linear(WIDTH, 2)):
     def forward(self, given: Any) -> Any:
         return self.out(given[0]), given[1]
 
@@ -285,11 +273,7 @@ class Only(Listed):
         return x + self.experts[0](x.reshape(-1, WIDTH)).view_as(x)  # type: ignore[no-any-return]
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, *, is_on: bool = True) -> None:
-        super().__init__()
-        self.inner, self.is_on = inner, is_on
-
+class Checkpointed(Parts, inner=GIVEN, is_on=True):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = checkpoint(self.inner, x, use_reentrant=False) if self.is_on else self.inner(x)
         return found

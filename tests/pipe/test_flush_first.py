@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.alone import train_alone
 from support.async_pipeline import make_pipeline, run
 from support.async_reference import UNEVEN, AsyncCase, AsyncOutcome, agree, make_batch, make_model, replay
 from support.cases import same
@@ -74,15 +76,10 @@ def test_a_run_goes_on_from_either_part_and_from_between(schedule: str, task: st
 
 def _pipe(**options: Any) -> PipelineModule:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {
-        "schedule": "2bw",
-        "num_microbatches": 4,
-        "loss_fn": nn.functional.mse_loss,
-        "optimizer": lambda params: torch.optim.SGD(params, lr=0.01),
-        "mesh": {"pipe": 3},
-        "example_inputs": (torch.zeros(8, 4),),
-    }
-    return PipelineModule(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), **records(**(settings | options)))
+    settings: dict[str, Any] = {"schedule": "2bw", "num_microbatches": 4, "mesh": {"pipe": 3}}
+    settings |= {"optimizer": partial(torch.optim.SGD, lr=0.01), "example_inputs": (torch.zeros(8, 4),)} | options
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    return PipelineModule(model, **records(loss_fn=nn.functional.mse_loss, **settings))
 
 
 @pytest.mark.thorough
@@ -176,16 +173,8 @@ def _over_processes(case: AsyncCase, folder: str) -> tuple[AsyncOutcome, dict[st
 
 @pytest.mark.thorough
 def test_replicas_tied_weights_and_divided_updates_over_processes(gloo: Pool, tmp_path: Path) -> None:
-    case = AsyncCase(
-        task="small-tied",
-        num_ranks=3,
-        replicas=(2, 1),
-        optimizer="momentum",
-        sizes=UNEVEN[:5],
-        feedback=1.0,
-        flush_first=2,
-        max_grad_norm=0.5,
-    )
+    options = {"optimizer": "momentum", "sizes": UNEVEN[:5], "feedback": 1.0, "flush_first": 2, "max_grad_norm": 0.5}
+    case = AsyncCase(task="small-tied", num_ranks=3, replicas=(2, 1), **options)  # type: ignore[arg-type]
     found = gloo.run(_over_processes, ranks=3, args=(case, str(tmp_path)))
     agree([outcome for outcome, _, _ in found], case)
     for _, state, told in found:
@@ -198,13 +187,7 @@ def _half_steps(state: dict[str, Tensor], halves: list[tuple[Tensor, Tensor]]) -
     """Weights behind a plain step on each half batch."""
     model = layers()
     model.load_state_dict(state)
-    optimizer = sgd(list(model.parameters()))
-    for x, y in halves:
-        optimizer.zero_grad()
-        parts = zip(x.split(2), y.split(2), strict=True)
-        sum(nn.functional.mse_loss(model(a), b) / 2 for a, b in parts).backward()
-        optimizer.step()
-    return dict(model.state_dict())
+    return train_alone(model, halves, sgd, parts=2).state
 
 
 BAD = X.clone()

@@ -194,23 +194,17 @@ def test_deaths_at_random_moments(tmp_path: Path, seed: int) -> None:
     check_losses(tmp_path, mesh, step + 3, lives)
 
 
-def module(**options: Any) -> sw.PipelineModule:
-    given: dict[str, Any] = {
-        "mesh": sw.Mesh(pipe=2, data=2, on_failure="reroute"),
-        "optimizer": sgd,
-        "loss_fn": nn.functional.mse_loss,
-    }
-    return sw.PipelineModule(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), **given | options)
+def module(*layers: nn.Module, **options: Any) -> sw.PipelineModule:
+    given: dict[str, Any] = {"mesh": sw.Mesh(pipe=2, data=2, on_failure="reroute"), "optimizer": sgd}
+    given["loss_fn"] = nn.functional.mse_loss
+    return sw.PipelineModule(nn.Sequential(*(layers or (nn.Linear(2, 2), nn.Linear(2, 2)))), **given | options)
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"mesh": sw.Mesh(pipe=2, on_failure="reroute")}, "with data=1: no replica could take over. Expected data=2"),
-        (
-            {"mesh": sw.Mesh(pipe=2, data=2, on_failure="again")},
-            "on_failure='again': expected one of 'stop', 'reroute'",
-        ),
+        ({"mesh": sw.Mesh(pipe=2, data=2, on_failure="again")}, "'again': expected one of 'stop', 'reroute'"),
         ({"mesh": sw.Mesh(pipe=2, data=2, on_failure="reroute", data_parallel="zero1")}, "data_parallel='zero1'"),
         ({"schedule": "2bw"}, "batches overlap, or activations move, in it"),
         ({"schedule": "auto"}, 'Mesh(on_failure=) together with schedule="auto"'),
@@ -253,13 +247,7 @@ def started_again(monkeypatch: pytest.MonkeyPatch, life: int, first: nn.Module, 
         monkeypatch.setenv(f"STAGEWRIGHT_{name}", str(value))
     for name, value in (("RANK", 3), ("WORLD_SIZE", 4), ("MASTER_ADDR", "x"), ("MASTER_PORT", 1)):
         monkeypatch.setenv(name, str(value))
-    given: dict[str, Any] = {
-        "mesh": sw.Mesh(pipe=2, data=2, on_failure="reroute"),
-        "optimizer": sgd,
-        "loss_fn": nn.functional.mse_loss,
-        "num_microbatches": 2,
-    }
-    return sw.PipelineModule(nn.Sequential(first, Scaled()), **given | options)
+    return module(first, Scaled(), **{"num_microbatches": 2} | options)
 
 
 @pytest.mark.thorough(but=["first2-options2-_factor=2.0"])

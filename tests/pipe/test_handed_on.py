@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.alone import train_alone
-from support.parts import Parts
+from support.alone import Alone, near, train_alone, train_piped
+from support.parts import GIVEN, Parts
+from support.plain import WIDTH, batch, linear
 from support.pool import Pool
 from support.records import records
 from support.small import sgd
@@ -20,16 +21,12 @@ from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
 
-WIDTH = 4
+OPTIONS: dict[str, Any] = {"schedule": "gpipe", "num_microbatches": 4, "loss_fn": F.mse_loss, "mesh": {"pipe": 2}}
 Put, Take = Callable[[Tensor], None], Callable[[], Tensor]
 
 
-class Puts(nn.Module):
+class Puts(Parts, layer=linear, put=GIVEN, made=GIVEN):
     """Hands on its argument, or what it makes of it."""
-
-    def __init__(self, put: Put, *, made: bool) -> None:
-        super().__init__()
-        self.layer, self.put, self.made = nn.Linear(WIDTH, WIDTH), put, made
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.layer(x))
@@ -37,16 +34,12 @@ class Puts(nn.Module):
         return y
 
 
-class Takes(nn.Module):
-    def __init__(self, take: Take) -> None:
-        super().__init__()
-        self.layer, self.take = nn.Linear(WIDTH, WIDTH), take
-
+class Takes(Parts, layer=linear, take=GIVEN):
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * self.take()
 
 
-class Remembers(Parts, layer=lambda: nn.Linear(WIDTH, WIDTH)):
+class Remembers(Parts, layer=linear):
     """`self.last = x`."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,12 +47,8 @@ class Remembers(Parts, layer=lambda: nn.Linear(WIDTH, WIDTH)):
         return torch.tanh(self.layer(x))
 
 
-class Returns(nn.Module):
+class Returns(Parts, take=GIVEN):
     """Returns what another one left, without an operation on it."""
-
-    def __init__(self, take: Take) -> None:
-        super().__init__()
-        self.take = take
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, self.take()
@@ -68,10 +57,6 @@ class Returns(nn.Module):
 class Both(nn.Module):
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         return pair[0] * pair[1]
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH)
 
 
 def attribute() -> list[nn.Module]:
@@ -113,36 +98,20 @@ def held_by_both() -> list[nn.Module]:
 KINDS = [attribute, shared_dict, shared_list, shared_object, shared_tensor, held_by_both]
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    x, y = (torch.randn(8, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
-    return x, y
-
-
 def made(make: Callable[[], list[nn.Module]]) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*make()).double()
 
 
-def plain(make: Callable[[], list[nn.Module]]) -> tuple[list[float], dict[str, Tensor]]:
-    losses, _, state = train_alone(made(make), map(batch, range(2)), sgd, parts=4)
-    return losses, state
-
-
-def pipelined(make: Callable[[], list[nn.Module]], **options: Any) -> tuple[list[Any], dict[str, Tensor]]:
-    """Losses, weights by name."""
+def pipelined(make: Callable[[], list[nn.Module]], **options: Any) -> Alone:
+    """Two steps."""
     settings = {"schedule": "1f1b", "num_microbatches": 4, "loss_fn": F.mse_loss, "optimizer": sgd, "timeout": 60.0}
-    pipe = PipelineModule(made(make), **records(**(settings | options)))
-    losses = [pipe.train_step(*batch(step)).loss for step in range(2)]
-    state = {name: value.clone() for name, value in pipe.full_state_dict().items()}
-    pipe.close()
-    return losses, state
+    return train_piped(PipelineModule(made(make), **records(**(settings | options))), map(batch, range(2)))
 
 
-def agree(found: tuple[list[Any], dict[str, Tensor]], make: Callable[[], list[nn.Module]]) -> None:
-    losses, state = plain(make)
-    assert found[0] == pytest.approx(losses, rel=1e-12)
-    torch.testing.assert_close(found[1], state, rtol=1e-12, atol=1e-14)
+def agree(found: Alone, make: Callable[[], list[nn.Module]]) -> None:
+    wanted = train_alone(made(make), map(batch, range(2)), sgd, parts=4)
+    near([found.losses, found.state], [wanted.losses, wanted.state], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.thorough(but=["attribute"])
@@ -157,7 +126,7 @@ def test_a_whole_stage_runs_again() -> None:
 
 @pytest.mark.parametrize("recompute", ["layer", "selective", {"1": "full"}], ids=str)
 def test_units_that_would_run_again_one_by_one_are_refused(recompute: Any) -> None:
-    message = r"'3' takes a tensor of shape \(2, 4\) that '1' passes outside.*recompute='full'"
+    message = r"'3' takes a tensor of shape \(2, 6\) that '1' passes outside.*recompute='full'"
     with pytest.raises(ValueError, match=message):
         pipelined(attribute, mesh={"pipe": 2}, recompute=recompute)
 
@@ -171,12 +140,8 @@ def test_a_split_between_them_is_refused(make: Callable[[], list[nn.Module]]) ->
     agree(pipelined(make, mesh={"pipe": 2}, cut=["1"]), make)
 
 
-class Own(nn.Module):
+class Own(Parts, units=lambda: nn.ModuleList(attribute())):
     """The same units, or others, in a model that is recorded."""
-
-    def __init__(self, units: Sequence[nn.Module] = ()) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(units or attribute())
 
     def forward(self, x: Tensor) -> Tensor:
         for unit in self.units:
@@ -187,13 +152,11 @@ class Own(nn.Module):
 @pytest.mark.parametrize("recompute", ["layer", {"units.3": "full"}], ids=str)
 def test_units_of_a_recorded_model(recompute: Any) -> None:
     torch.manual_seed(0)
-    options: dict[str, Any] = {"schedule": "gpipe", "num_microbatches": 4, "loss_fn": F.mse_loss, "mesh": {"pipe": 2}}
-    x, y = batch(0)
-    model = Own().double()
+    model, (x, y) = Own().double(), batch(0)
     expected = F.mse_loss(model(x), y).item()
     with pytest.raises(ValueError, match=r"reads what units\.0 left in an object.*recompute='full' for the stage"):
-        PipelineModule(model, **records(recompute=recompute, **options)).forward_backward(x, y)
-    pipe = PipelineModule(model, **records(recompute="full", **options))
+        PipelineModule(model, recompute=recompute, **OPTIONS).forward_backward(x, y)
+    pipe = PipelineModule(model, recompute="full", **OPTIONS)
     assert pipe.forward_backward(x, y).loss == pytest.approx(expected, rel=1e-12)
 
 
@@ -207,21 +170,14 @@ def test_given_stages() -> None:
     units = list(made(attribute))
     x, y = batch(0)
     expected = F.mse_loss(nn.Sequential(*units)(x), y).item()
-    options: dict[str, Any] = {"schedule": "gpipe", "num_microbatches": 4, "loss_fn": F.mse_loss, "mesh": {"pipe": 2}}
-    pipe = PipelineModule(**records(stages=[nn.Sequential(*units[:4]), nn.Sequential(*units[4:])], **options))
+    pipe = PipelineModule([nn.Sequential(*units[:4]), nn.Sequential(*units[4:])], **OPTIONS)
     assert pipe.forward_backward(x, y).loss == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(ValueError, match=r"'1\.0' takes a tensor of shape \(2, 4\) that '0\.1' passes outside"):
-        PipelineModule(
-            **records(stages=[nn.Sequential(*units[:3]), nn.Sequential(*units[3:])], **options)
-        ).forward_backward(x, y)
+    with pytest.raises(ValueError, match=r"'1\.0' takes a tensor of shape \(2, 6\) that '0\.1' passes outside"):
+        PipelineModule([nn.Sequential(*units[:3]), nn.Sequential(*units[3:])], **OPTIONS).forward_backward(x, y)
 
 
-class Counts(nn.Module):
+class Counts(Parts, layer=linear, shared=GIVEN):
     """Something shared that is no tensor of a forward."""
-
-    def __init__(self, shared: dict[str, Any]) -> None:
-        super().__init__()
-        self.layer, self.shared = nn.Linear(WIDTH, WIDTH), shared
 
     def forward(self, x: Tensor) -> Tensor:
         self.shared["calls"] += 1
@@ -237,7 +193,7 @@ def test_counters_and_constants_may_be_shared() -> None:
     assert shared["calls"] == shared["total"] == 4 * 2
 
 
-class CountsOn(Parts, layer=lambda: nn.Linear(WIDTH, WIDTH), calls=0):
+class CountsOn(Parts, layer=linear, calls=0):
     """Each run follows from how many there were."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -290,11 +246,7 @@ class Rotary(nn.Module):
         return self.table[:length] + self.calls
 
 
-class Layer(nn.Module):
-    def __init__(self, rotary: Rotary, *, data: bool = False, sets: bool = False) -> None:
-        super().__init__()
-        self.layer, self.rotary, self.data, self.sets = linear(), rotary, data, sets
-
+class Layer(Parts, layer=linear, rotary=GIVEN, data=False, sets=False):
     def forward(self, x: Tensor) -> Tensor:
         if self.sets:
             self.rotary.scale = torch.arange(WIDTH, dtype=x.dtype)
@@ -361,7 +313,7 @@ def tabled(place: int, runs_before: int | None) -> tuple[list[float | None], lis
     share a table; process `runs_before` alone calls the model first."""
     torch.manual_seed(0)
     kinds = [Tabled if i in (place, 3) else nn.Linear for i in range(4)]
-    model = Own([kind(WIDTH, WIDTH, dtype=torch.float64) for kind in kinds])
+    model = Own(units=nn.ModuleList(kind(WIDTH, WIDTH, dtype=torch.float64) for kind in kinds))
     twin = copy.deepcopy(model)
     sgd, expected = torch.optim.SGD(twin.parameters(), lr=0.01), []
     batches = [torch.ones(2 + (step > 2), 3 + step % 2, WIDTH, dtype=torch.float64) for step in range(6)]

@@ -11,59 +11,46 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import Alone, near, same_gradients, train_alone
 from support.inside import Column, read_tensor_parallel
+from support.models import token_loss
+from support.parts import Parts
 from support.pool import Pool
 from support.predictions import LATER, LENGTH, VOCABULARY, WIDTH, Block, batch, make_model, plain_loss
 from support.records import records
 from support.small import sgd
+from support.uneven import in_a_row
 from torch import Tensor, nn
 
 import stagewright as sw
 from stagewright import PipelineModule
-from stagewright.partition import Plan, PlanStage
-from stagewright.schedules import Costs
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "2bw")
 STEPS = 3
 
 
 def pipeline(model: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {
-        "loss_fn": "model",
-        "num_microbatches": 4,
-        "optimizer": sgd,
-        "loss_weight": "samples",
-        "timeout": 120.0,
-    }
-    return PipelineModule(model, **records(**(settings | options)))
+    settings: dict[str, Any] = {"loss_fn": "model", "num_microbatches": 4, "loss_weight": "samples", "timeout": 120.0}
+    return PipelineModule(model, **records(optimizer=sgd, **(settings | options)))
 
 
-def alone(model: nn.Module, loss_of: Any, *, delay: int = 0) -> tuple[list[float], dict[str, Tensor]]:
-    """One process; `delay`: steps by which gradients are late (2bw: 1)."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, versions = [], [copy.deepcopy(model.state_dict())] * (delay + 1)
-    for step in range(STEPS):
-        model.load_state_dict(versions[-1 - delay])
-        optimizer.zero_grad()
-        loss = loss_of(model, *batch(step))
-        loss.backward()
-        losses.append(loss.item())
-        model.load_state_dict(versions[-1])
-        optimizer.step()
-        versions.append(copy.deepcopy(model.state_dict()))
-    return losses, versions[-1]
+def alone(model: nn.Module, loss_of: Any, options: dict[str, Any]) -> Alone:
+    delay = int(options.get("schedule") == "2bw")
+    return train_alone(model, map(batch, range(STEPS)), sgd, loss_of=loss_of, delay=delay)
 
 
-def trained(pipe: PipelineModule) -> tuple[list[float], dict[str, Tensor]]:
+def trained(pipe: PipelineModule) -> list[Any]:
+    """Losses and weights."""
     results = [pipe.train_step(*batch(step)[:1], labels=batch(step)[1]) for step in range(STEPS)] + pipe.flush()
-    return [each.loss for each in results if each.loss is not None], pipe.full_state_dict()
+    return [[each.loss for each in results if each.loss is not None], pipe.full_state_dict()]
 
 
-def assert_equal(found: tuple[list[float], dict[str, Tensor]], wanted: tuple[list[float], dict[str, Tensor]]) -> None:
-    assert found[0] == pytest.approx(wanted[0], abs=1e-12)
-    assert found[1].keys() == wanted[1].keys()
-    for name, x in wanted[1].items():
-        assert torch.allclose(found[1][name], x, rtol=0, atol=1e-12), name
+def check_two_losses(found: dict[str, Any], heads: str, schedule: str) -> None:
+    model = make_model(heads)
+    wanted = alone(model, plain_loss, {"schedule": schedule})
+    near([found["trained"], found["eval"]], [[wanted.losses, wanted.state], plain_loss(model, *batch(9)).item()])
+    if found["predicted"] is not None:
+        near(found["predicted"], model(batch(9)[0]).detach())
 
 
 def two_losses(heads: str, schedule: str, cut: list[str]) -> dict[str, Any]:
@@ -78,16 +65,6 @@ def two_losses(heads: str, schedule: str, cut: list[str]) -> dict[str, Any]:
             "predicted": logits,
             "sent": pipe._building.built("links").message_bytes()[0],
         }
-
-
-def check_two_losses(found: dict[str, Any], heads: str, schedule: str) -> None:
-    model = make_model(heads)
-    wanted = alone(model, plain_loss, delay=int(schedule == "2bw"))
-    assert_equal(found["trained"], wanted)
-    model.load_state_dict(wanted[1])
-    assert found["eval"] == pytest.approx(plain_loss(model, *batch(9)).item(), abs=1e-12)
-    if found["predicted"] is not None:
-        assert torch.allclose(found["predicted"], model(batch(9)[0]), rtol=0, atol=1e-12)
 
 
 CUT = ["blocks.1", "head", "later_head"]
@@ -146,16 +123,12 @@ def test_a_head_that_is_the_loss_counts_its_tokens() -> None:
     wanted = F.cross_entropy(F.linear(plain(tokens), weight).flatten(0, 1), labels.flatten())
     wanted.backward()
     assert result.loss == pytest.approx(wanted.item(), abs=1e-12)
-    for one, other in zip([*trunk.parameters(), head.weight], [*plain.parameters(), weight], strict=True):
-        assert torch.allclose(one.grad, other.grad, rtol=0, atol=1e-12)
+    same_gradients(trunk, plain)
+    near(head.weight.grad, weight.grad)
 
 
-class Weighed(nn.Module):
+class Weighed(Parts, model=lambda: make_model("two", reduction="none")):
     """Two losses over different numbers of tokens: each label has its share of its own mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = make_model("two", reduction="none")
 
     def forward(self, tokens: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
         model, h = self.model, self.model.embed(tokens[:, :-1])
@@ -181,19 +154,13 @@ def test_losses_with_counts_of_their_own_are_sums_of_shares() -> None:
     shares = both.double() / both.sum((0, 1))
     model = Weighed()
     plain = make_model("two")
-    pipe = pipeline(
-        model,
-        mesh={"pipe": 4},
-        cut=["model.blocks.1", "model.head", "model.later_head"],
-        loss_fn=partial(summed, reduction="sum"),
-        loss_weight=None,
-    )
+    cut, loss_fn = [f"model.{name}" for name in CUT], partial(summed, reduction="sum")
+    pipe = pipeline(model, mesh={"pipe": 4}, cut=cut, loss_fn=loss_fn, loss_weight=None)
     loss = pipe.forward_backward(tokens, labels, shares, target=labels).loss
     wanted = plain_loss(plain, tokens, labels)
     wanted.backward()
     assert loss == pytest.approx(wanted.item(), abs=1e-12)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(one.grad, other.grad, rtol=0, atol=1e-12)
+    same_gradients(model, plain)
 
 
 class Between(Trunk):
@@ -214,13 +181,11 @@ def test_the_function_runs_between_modules(schedule: str) -> None:
         torch.manual_seed(0)
         return Between().double()
 
-    wanted = alone(
-        made(),
-        lambda model, *args: F.cross_entropy(
-            model.head(Trunk.forward(model, args[0])).flatten(0, 1), args[1].flatten()
-        ),
-    )
-    assert_equal(trained(pipeline(made(), mesh={"pipe": 2}, schedule=schedule)), wanted)
+    def loss_of(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+        return token_loss(model.head(Trunk.forward(model, tokens)), labels)
+
+    wanted = alone(made(), loss_of, {})
+    near(trained(pipeline(made(), mesh={"pipe": 2}, schedule=schedule)), [wanted.losses, wanted.state])
 
 
 class Divided(Between):
@@ -244,25 +209,6 @@ def divided(vocabulary: int = VOCABULARY) -> Divided:
     return Divided(vocabulary).double()
 
 
-def plan_of(sizes: tuple[int, int]) -> Plan:
-    """Two stages, on tensor groups of these sizes; the head alone is divided."""
-    nodes, first = (("embed", "blocks.0", "blocks.1"), ("head",)), (0, sizes[0])
-    stages = [
-        PlanStage(nodes=n, ranks=tuple(range(at, at + size)), tensor=size, step_seconds=3.0)
-        for n, at, size in zip(nodes, first, sizes, strict=True)
-    ]
-    return Plan(
-        stages=tuple(stages),
-        costs=Costs(forward=1.0, backward=2.0),
-        num_devices=sum(sizes),
-        cost_model="default",
-        bottleneck=3,
-        bound=3,
-        schedule="1f1b",
-        num_microbatches=4,
-    )
-
-
 def train_divided(options: dict[str, Any]) -> tuple[Any, Any, int]:
     warnings.filterwarnings("ignore", message="the schedule splits the backward")
     with pipeline(divided(), **options) as pipe:
@@ -277,7 +223,7 @@ DIVIDED: dict[str, tuple[int, dict[str, Any]]] = {
     "named": (4, {"mesh": {"pipe": 2, "tensor": 2}, "tensor_parallel": {"head": "column"}, "schedule": "2bw"}),
     "halves": (4, {"mesh": {"pipe": 2, "tensor": 2}, "tensor_parallel": {"head": "column"}, "schedule": "zb-h1"}),
     "again": (2, {"mesh": {"pipe": 1, "tensor": 2}, "tensor_parallel": {"head": "column"}, "recompute": "full"}),
-    "last stage": (3, {"plan": plan_of((1, 2)), "num_microbatches": None}),
+    "last stage": (3, {"plan": in_a_row(1, 2, nodes=("embed blocks.0 blocks.1", "head")), "num_microbatches": None}),
 }
 
 
@@ -287,22 +233,19 @@ DIVIDED: dict[str, tuple[int, dict[str, Any]]] = {
 def test_a_divided_vocabulary_has_the_same_loss(gloo: Pool, case: str) -> None:
     ranks, options = DIVIDED[case]
     model = divided()
-    wanted = alone(model, divided_loss, delay=int(options.get("schedule") == "2bw"))
-    model.load_state_dict(wanted[1])
+    wanted = alone(model, divided_loss, options)
     rows = []
     for found, logits, held in gloo.run(train_divided, ranks=ranks, args=(options,)):
-        assert_equal(found, wanted)
+        near(found, [wanted.losses, wanted.state])
         if logits is not None:
-            assert torch.allclose(logits, model(batch(9)[0]), rtol=0, atol=1e-12)
+            near(logits, model(batch(9)[0]).detach())
         rows.append(held)
     assert rows == [0] * (ranks - 2) + [VOCABULARY // 2] * 2
 
 
 def test_a_head_is_divided_by_columns_or_stays_whole() -> None:
-    styles = read_tensor_parallel("auto", divided(), count=2)
-    assert str(styles.styles["head"]) == "<column, gathered>"
-    named = read_tensor_parallel({"head": "column"}, divided(), count=2)
-    assert str(named.styles["head"]) == "<column, gathered>"
+    for option in ("auto", {"head": "column"}):
+        assert str(read_tensor_parallel(option, divided(), count=2).styles["head"]) == "<column, gathered>"
     tied = divided()
     tied.head.weight = tied.embed.weight
     for model, count in ((tied, 2), (divided(vocabulary=49), 2)):

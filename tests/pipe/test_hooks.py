@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.parts import Parts
+from support.alone import same_gradients
+from support.parts import GIVEN, Parts
+from support.plain import linear
 from support.small import WIDTH, X, Y, layers, make, sgd, stream
 from torch import Tensor, nn
 
@@ -99,7 +101,7 @@ def test_a_hook_behind_the_accumulation_is_refused_in_a_stream(schedule: str) ->
 # --- modules and tensors ---
 
 
-class Hooked(Parts, linear=lambda: nn.Linear(WIDTH, WIDTH), seen=0):
+class Hooked(Parts, linear=linear, seen=0):
     """Tensor hooks inside of a forward."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,10 +143,8 @@ def hook_everything(model: nn.Sequential, told: list[str]) -> None:
 
 def hooked() -> nn.Sequential:
     torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
-    return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), Hooked(), inner, nn.Linear(WIDTH, WIDTH), Hooked(), nn.Linear(WIDTH, WIDTH)
-    ).double()
+    inner = nn.Sequential(linear(), nn.ReLU())
+    return nn.Sequential(linear(), Hooked(), inner, linear(), Hooked(), linear()).double()
 
 
 @pytest.mark.thorough(but=["none-True"])
@@ -165,8 +165,7 @@ def test_hooks_of_modules_and_tensors_are_those_of_plain_pytorch(recompute: str,
         hook_everything(model, told)
     assert told == []  # building has run them, and left no trace
     pipe.forward_backward(x, y)
-    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(one.grad, other.grad, rtol=0, atol=1e-12), name
+    same_gradients(model, plain)
     again = 2 if recompute == "full" else 1
     for kind, times in (("pre", again), ("after", again), ("backward", 1), ("backward pre", 1)):
         assert told.count(kind) == times * theirs.count(kind) == times * 16
@@ -225,12 +224,8 @@ def test_a_forward_that_stands_on_the_object_is_run() -> None:
     assert loss == pytest.approx(F.mse_loss(twin(X) * 2, Y).item(), abs=1e-6)
 
 
-class Registers(nn.Module):
+class Registers(Parts, before=GIVEN, layers=lambda: nn.ModuleList(layers(2) for _ in range(2)), last=linear):
     """Does something to its own parts in its forward; the second one is a unit with parts."""
-
-    def __init__(self, before: Callable[[Any], Any] = nothing) -> None:
-        super().__init__()
-        self.before, self.layers, self.last = before, nn.ModuleList(layers(2) for _ in range(2)), linear()
 
     def forward(self, x: Tensor) -> Tensor:
         handle = self.before(self)
@@ -242,16 +237,8 @@ class Registers(nn.Module):
         return x
 
 
-def linear() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-class Inside(nn.Module):
+class Inside(Parts, first=linear, inner=GIVEN, last=linear):
     """The same below the model, where it can run whole."""
-
-    def __init__(self, before: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.first, self.inner, self.last = linear(), Registers(before), linear()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.inner(self.first(x)))
@@ -325,21 +312,18 @@ def test_what_a_forward_does_to_its_parts_is_refused_where_no_stage_would_do_it(
 @pytest.mark.thorough(but=["within a unit"])
 @pytest.mark.parametrize("kind", ["unit", "within a unit", "before", "backward"])
 def test_below_the_model_such_a_forward_runs_as_it_is(kind: str) -> None:
-    torch.manual_seed(0)
-    model = Inside(IN_FORWARD[kind][0]).double()
-    twin = Inside(IN_FORWARD[kind][0]).double()
+    model, twin = (Inside(Registers(IN_FORWARD[kind][0])).double() for _ in range(2))
     twin.load_state_dict(model.state_dict())
     F.mse_loss(twin(X.double()), Y.double()).backward()
     make(model=model, optimizer=None, example_inputs=(X.double(),)).forward_backward(X.double(), Y.double())
-    for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(one.grad, other.grad, rtol=0, atol=1e-12), name
+    same_gradients(model, twin)
 
 
 def test_a_hook_that_a_forward_registers_may_look() -> None:
     torch.manual_seed(0)
     seen: list[Tensor] = []
     model = Registers(lambda m: m.layers[0][1].register_forward_hook(lambda _, args, output: seen.append(output)))
-    plain = Registers()
+    plain = Registers(nothing)
     plain.load_state_dict(model.state_dict())
     loss = make(model=model, optimizer=None).forward_backward(X, Y).loss
     assert loss == pytest.approx(F.mse_loss(plain(X), Y).item(), abs=1e-6)

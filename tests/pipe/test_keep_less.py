@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.inside import edit_memory as inside_memory
-from support.parts import Parts
+from support.parts import GIVEN, Parts
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -280,12 +280,8 @@ class KeywordGELU(nn.Module):
         return nn.functional.gelu(x + shift)
 
 
-class Keyword(nn.Module):
+class Keyword(Parts, up=lambda: nn.Linear(H, H), act=KeywordGELU, scale=lambda: nn.Parameter(torch.randn(S, 1))):
     """Calls its activation as it likes, with a tensor that lies across."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.act, self.scale = nn.Linear(H, H), KeywordGELU(), nn.Parameter(torch.randn(S, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         made = self.act(self.up(x).transpose(1, 2)) * self.scale.T
@@ -346,12 +342,8 @@ def test_an_activation_that_is_a_function_in_an_attribute_is_known() -> None:
     assert kept_bytes(plain, x) - kept_bytes(edits.build(), x) == 16 * B * S * H
 
 
-class GrowingGELU(nn.Module):
+class GrowingGELU(Parts, scale=1.0, by_itself=GIVEN):
     """Has an attribute that it or its model changes."""
-
-    def __init__(self, by_itself: bool) -> None:
-        super().__init__()
-        self.scale, self.by_itself = 1.0, by_itself
 
     def forward(self, x: Tensor) -> Tensor:
         self.scale += self.by_itself

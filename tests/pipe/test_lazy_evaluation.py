@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from support.inside import InferredStages
 from support.parts import Parts
+from support.small import sgd
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule, VerificationError
@@ -37,14 +38,8 @@ class Model(nn.Module):
 
 
 def pipe_of(model: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {
-        "mesh": {"pipe": 2},
-        "num_microbatches": 2,
-        "loss_fn": F.mse_loss,
-        "verify": "first",
-        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-    }
-    return PipelineModule(model, **(settings | options))
+    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": F.mse_loss, "verify": "first"}
+    return PipelineModule(model, **{**settings, "optimizer": sgd, **options})
 
 
 @pytest.fixture

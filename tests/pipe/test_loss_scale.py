@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import near
+from support.parts import GIVEN, Parts
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
@@ -194,8 +196,7 @@ def piped_run(schedule: str, clip: float | None = None, save: Path | None = None
 
 def agree(found: dict[str, Any], plain: Plain, *, losses: bool = True) -> None:
     tolerance = 0.0 if plain.clip is None else 1e-12
-    for name, value in plain.model.state_dict().items():
-        assert torch.allclose(found["state"][name], value, rtol=0, atol=tolerance), name
+    near(found["state"], plain.model.state_dict(), atol=tolerance)
     if losses:
         assert found["skipped"] == plain.skipped
         assert found["losses"] == pytest.approx(plain.losses, rel=1e-6)
@@ -227,30 +228,18 @@ def test_the_scale_is_in_the_checkpoint(tmp_path: Path) -> None:
 def test_a_checkpoint_without_a_scale_goes_on_with_the_scalers(tmp_path: Path) -> None:
     """A power of two changes no gradient of float64."""
 
-    def make(**options: Any) -> PipelineModule:
-        return PipelineModule(
-            model(torch.float64),
-            **records(
-                num_microbatches=M,
-                loss_fn=loss_fn,
-                optimizer=adamw,
-                mesh={"pipe": 2},
-                example_inputs=(batch(0, {}, torch.float64)[0],),
-                **options,
-            ),
-        )
-
     def trained(pipe: PipelineModule, *steps: int) -> dict[str, Tensor]:
         for step in steps:
             pipe.train_step(*batch(step, {}, torch.float64))
         return {name: value.clone() for name, value in pipe.full_state_dict().items()}
 
-    plain, scaled = make(), make(grad_scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    options = {"dtype": torch.float64, "example_inputs": batch(0, {}, torch.float64)[:1]}
+    plain, _ = small(grad_scaler=None, **options)
+    scaled, _ = small(grad_scaler=torch.amp.GradScaler("cpu", init_scale=8.0), **options)
     trained(plain, 0, 1, 2)
     plain.save(tmp_path)
     scaled.load(tmp_path)
-    found, expected = trained(scaled, 3, 4, 5), trained(plain, 3, 4, 5)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    near(trained(scaled, 3, 4, 5), trained(plain, 3, 4, 5), atol=0.0)
 
 
 @pytest.mark.thorough(but=["1f1b-{}"])
@@ -282,10 +271,10 @@ def piped_run_here(schedule: str, options: dict[str, Any]) -> dict[str, Any]:
 # --- what users do beside ---
 
 
-def small(**options: Any) -> tuple[PipelineModule, torch.amp.GradScaler]:
-    own = options.pop("grad_scaler", None) or scaler()
+def small(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[PipelineModule, torch.amp.GradScaler]:
     settings: dict[str, Any] = {"num_microbatches": M, "loss_fn": loss_fn, "optimizer": adamw, "mesh": {"pipe": 2}}
-    return PipelineModule(model(torch.float32), **records(**(settings | {"grad_scaler": own} | options))), own
+    settings |= {"grad_scaler": scaler()} | options
+    return PipelineModule(model(dtype), **records(**settings)), settings["grad_scaler"]
 
 
 def test_an_infinite_loss_is_skipped_and_the_next_batch_trains() -> None:
@@ -342,8 +331,7 @@ def test_gradients_of_several_batches_add_up_scaled() -> None:
             own.scale(loss).backward()
     own.unscale_(optimizer)
     optimizer.step()
-    for name, value in pipe.full_state_dict().items():
-        assert torch.allclose(value, plain.state_dict()[name], rtol=0, atol=1e-6), name
+    near(pipe.full_state_dict(), plain.state_dict(), atol=1e-6)
     pipe.close()
 
 
@@ -361,13 +349,8 @@ def test_what_cannot_be() -> None:
     pipe.close()
 
 
-class Inside(nn.Module):
+class Inside(Parts, linear=lambda: nn.Linear(WIDTH, WIDTH), how=GIVEN):
     """Computes in float16 by itself."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "cast":

@@ -17,6 +17,7 @@ from support.pipeline import run
 from support.random_moves import with_random_moves
 from support.records import records
 from support.reference import reference
+from support.small import layers, make
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -76,15 +77,10 @@ def watched(schedule: Schedule, model: nn.Module, *, autocast: bool = False, **o
     """The most activations at once in a step [bytes], bytes of the stages, bytes that left by stage, and the pipeline's
     gradients."""
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    options["mesh"] = {"pipe": schedule.num_ranks}
     with sw.PipelineModule(
         model,
-        **records(
-            schedule=schedule,
-            mesh={"pipe": schedule.num_ranks},
-            loss_fn=nn.functional.mse_loss,
-            example_inputs=(x,),
-            **options,
-        ),
+        **records(schedule=schedule, loss_fn=nn.functional.mse_loss, example_inputs=(x,), **options),
     ) as pipe:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             pipe.forward_backward(x, x)
@@ -94,10 +90,9 @@ def watched(schedule: Schedule, model: nn.Module, *, autocast: bool = False, **o
         timeline = result.timeline()
         assert timeline.schedule == schedule
         assert len(timeline.ranks[0].moves) == sum(a.op in ("OFFLOAD", "RELOAD") for a in schedule.programs[0])
-        held = [
-            [n for (_, part), n in parts.items() if part is MemoryPart.ACTIVATIONS] for _, parts, _ in memory.moments
-        ]
-        return max(map(sum, held)), found, pipe.moved_bytes, [p.grad.clone() for p in model.parameters()]
+        kind = MemoryPart.ACTIVATIONS
+        held = [sum(n for (_, part), n in parts.items() if part is kind) for _, parts, _ in memory.moments]
+        return max(held), found, pipe.moved_bytes, [p.grad.clone() for p in model.parameters()]
 
 
 @pytest.mark.thorough
@@ -268,11 +263,4 @@ def test_distributed_tensors() -> None:
 def test_compiled_stages_are_refused() -> None:
     schedule = with_offload(build("gpipe", num_ranks=2, num_microbatches=8), share=1.0)
     with pytest.raises(ValueError, match=r"compile= with the schedule 'gpipe', whose activations leave their rank"):
-        sw.PipelineModule(
-            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-            schedule=schedule,
-            mesh={"pipe": 2},
-            loss_fn=nn.functional.mse_loss,
-            example_inputs=(torch.randn(8, 4),),
-            precision=sw.Precision(compile={"backend": "eager"}),
-        )
+        make(schedule=schedule, model=layers(2), num_microbatches=8, compile={"backend": "eager"})

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.alone import train_piped
 from support.async_pipeline import run
 from support.async_reference import UNEVEN, AsyncCase, agree
 from support.grids import one_in
@@ -21,12 +22,8 @@ import stagewright
 from stagewright.comm import PeerLost
 from stagewright.pipe import PipelineModule
 
-RULES: dict[str, dict[str, Any]] = {
-    "1f1b": {"schedule": "1f1b"},
-    "2bw": {"schedule": "2bw"},
-    "pipedream": {"schedule": "pipedream"},
-    "pipedream-k2": {"schedule": "pipedream", "update_every": 2},
-}
+RULES: dict[str, dict[str, Any]] = {name: {"schedule": name} for name in ("1f1b", "2bw", "pipedream")}
+RULES["pipedream-k2"] = {"schedule": "pipedream", "update_every": 2}
 
 
 def check(**options: Any) -> None:
@@ -134,8 +131,7 @@ def test_a_stage_without_an_optimizer_of_a_kind() -> None:
 
 def test_a_frozen_stage_calls_no_factory() -> None:
     model = layers()
-    for layer in list(model)[:3]:
-        layer.requires_grad_(False)
+    model[:3].requires_grad_(False)
     called: list[list[str]] = []
 
     def factory(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -158,10 +154,7 @@ class NeedsLoss(torch.optim.SGD):
 
 WHOLE = layers()
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a list with something else": (
-        lambda params: [sgd(params), "sgd"],
-        r"optimizer= returned a list with a str: expected",
-    ),
+    "a list with something else": (lambda params: [sgd(params), "sgd"], "returned a list with a str: expected"),
     "a closure": (torch.optim.LBFGS, r"optimizer LBFGS evaluates the model again in its step .* such as AdamW"),
     "a closure of another name": (lambda params: NeedsLoss(params, lr=0.1), r"optimizer NeedsLoss evaluates the model"),
     "held by two optimizers": (
@@ -217,12 +210,6 @@ JOINS: dict[str, Any] = {
 }
 
 
-def clipping(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(parameters)
-    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(parameters, 1.0) and None)
-    return optimizer
-
-
 @pytest.mark.parametrize("joins", JOINS)
 @pytest.mark.parametrize("begin", [make, stream])
 def test_a_statistic_over_all_parameters_is_refused(begin: Any, joins: str) -> None:
@@ -234,6 +221,11 @@ def test_a_statistic_over_all_parameters_is_refused(begin: Any, joins: str) -> N
 
 
 def test_a_hook_that_clips_each_stage_by_itself_is_refused() -> None:
+    def clipping(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters)
+        optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(parameters, 1.0) and None)
+        return optimizer
+
     with pytest.raises(ValueError, match=r"a hook before the step of optimizer AdamW .* Expected max_grad_norm= or"):
         make(optimizer=clipping).train_step(X, Y)
 
@@ -352,9 +344,8 @@ def test_options_of_a_run_before_a_checkpoint_was_loaded_are_forgotten() -> None
 
 def _change_a_rate(who: list[int]) -> str:
     """Under 2bw, while batches are under way."""
-    torch.manual_seed(0)
     schedule = stagewright.schedules.build("2bw", num_ranks=3, num_microbatches=4, replicas=(2, 1))
-    pipe: PipelineModule = stream(schedule, model=layers())
+    pipe: PipelineModule = stream(schedule)
     local = [pipe.rank] if pipe.world.distributed else [0, 1, 2]
     pipe.train_step(X, Y)
     pipe.flush()
@@ -362,18 +353,13 @@ def _change_a_rate(who: list[int]) -> str:
         if rank in who:
             optimizer.param_groups[0]["lr"] *= 0.5
     try:
-        for _ in range(3):
-            pipe.train_step(X, Y)
-        pipe.flush()
-        pipe.close()
+        train_piped(pipe, [(X, Y)] * 3)
     except (ValueError, PeerLost) as error:
         return str(error)
     return ""
 
 
-MESSAGE = (
-    "the ranks [0, 1] hold copies of the same weights, and their optimizers have different options for '0.weight', "
-)
+MESSAGE = "the ranks [0, 1] hold copies of the same weights, and their optimizers have different options for '0.weight'"
 
 
 @pytest.mark.thorough
@@ -400,12 +386,8 @@ def test_float16_is_refused_by_name_without_a_loss_scale() -> None:
     for begin in (make, stream):
         pipe = begin(model=layers(), example_inputs=None)
         for call in (pipe.train_step, pipe.forward_backward):
-            with (
-                torch.autocast("cpu", torch.float16),
-                pytest.raises(
-                    ValueError, match=r"autocast\('cpu', dtype=torch.float16\) around training, .* precision='fp16'"
-                ),
-            ):
+            text = r"autocast\('cpu', dtype=torch.float16\) around training, .* precision='fp16'"
+            with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match=text):
                 call(X, Y)
         with torch.autocast("cpu", torch.bfloat16):
             pipe.train_step(X, Y)

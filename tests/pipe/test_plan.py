@@ -10,85 +10,60 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.alone import train_alone
+from support import uneven
+from support.alone import near, train_alone, train_piped
 from support.grids import nightly
+from support.parts import Parts
+from support.plain import batch
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
 
-from stagewright.partition import Plan, PlanStage
 from stagewright.pipe import PipelineModule
-from stagewright.schedules import Costs
 
 WIDTH = 5
 
 
-class Towers(nn.Module):
+def tower() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+class Towers(Parts, left=tower, right=tower, head=lambda: nn.Linear(2 * WIDTH, WIDTH)):
     """Two towers side by side and a head: a graph, not a chain."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        self.right = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        self.head = nn.Linear(2 * WIDTH, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
-        both = torch.cat([self.left(x), self.right(x)], dim=1)
-        out: Tensor = self.head(both)
+        out: Tensor = self.head(torch.cat([self.left(x), self.right(x)], dim=1))
         return out
 
 
 def make_chain() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
+
+
+def made(kind: str = "chain") -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]).double()
+    return {"chain": make_chain, "towers": Towers}[kind]().double()
 
 
-def make_towers() -> nn.Module:
-    torch.manual_seed(1)
-    return Towers().double()
-
-
-MODELS = {"chain": make_chain, "towers": make_towers}
-X, Y = (torch.randn(11, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2))
-
-
-def stage(nodes: str, *ranks: int, **fields: Any) -> PlanStage:
-    return PlanStage(nodes=tuple(nodes.split()), ranks=ranks, step_seconds=3, **fields)
-
-
-def plan_of(*stages: PlanStage, num_devices: int, **fields: Any) -> Plan:
-    settings: dict[str, Any] = {
-        "schedule": "1f1b",
-        "num_microbatches": 5,
-        "cost_model": "default",
-        "costs": Costs(forward=1, backward=2),
-    }
-    return Plan(stages=stages, num_devices=num_devices, bottleneck=3, bound=3, **(settings | fields))
-
-
+X, Y = batch(0, WIDTH, samples=11)
+stage = partial(uneven.stage, tensor=1)
+plan_of = partial(uneven.plan_of, num_microbatches=5)
 V_PLACES = [((2, 3), "none"), ((0, 1), "full"), ((0, 1), "none"), ((2, 3), "layer")]
 PLANS = {
-    "3-1": ("chain", plan_of(stage("0 1 2", 0, 1, 2), stage("3", 3), num_devices=4)),
-    "1-3": ("chain", plan_of(stage("0", 0), stage("1 2 3", 1, 2, 3), num_devices=4, num_microbatches=2)),
-    "2-1-1": ("chain", plan_of(stage("0 1", 0, 1), stage("2", 2), stage("3", 3), num_devices=4)),
-    "optimizer sharded": ("chain", plan_of(stage("0 1 2", 0, 1, 2, optimizer_shards=2), stage("3", 3), num_devices=4)),
-    "backwards": ("chain", plan_of(stage("0", 3), stage("1 2", 1, 2), stage("3", 0), num_devices=4)),
+    "3-1": ("chain", plan_of(stage("0 1 2", 0, 1, 2), stage("3", 3))),
+    "1-3": ("chain", plan_of(stage("0", 0), stage("1 2 3", 1, 2, 3), num_microbatches=2)),
+    "2-1-1": ("chain", plan_of(stage("0 1", 0, 1), stage("2", 2), stage("3", 3))),
+    "optimizer sharded": ("chain", plan_of(stage("0 1 2", 0, 1, 2, optimizer_shards=2), stage("3", 3))),
+    "backwards": ("chain", plan_of(stage("0", 3), stage("1 2", 1, 2), stage("3", 0))),
     "idle rank": ("chain", plan_of(stage("0 1", 0), stage("2 3", 2), num_devices=4)),
     "chunks": (
         "chain",
-        plan_of(
-            *[stage(f"{i}", i % 2) for i in range(4)],
-            num_devices=2,
-            num_chunks=2,
-            schedule="interleaved",
-            num_microbatches=4,
-        ),
+        plan_of(*[stage(f"{i}", i % 2) for i in range(4)], num_chunks=2, schedule="interleaved", num_microbatches=4),
     ),
     "an order of its own, unequal chunks": (
         "chain",
         plan_of(
             *[stage(f"{i}", rank) for i, rank in enumerate((2, 0, 2, 1))],
-            num_devices=3,
             num_chunks=2,
             schedule="auto",
             num_microbatches=2,
@@ -99,69 +74,47 @@ PLANS = {
         "chain",
         plan_of(
             *[stage(f"{i}", *ranks, recompute=how) for i, (ranks, how) in enumerate(V_PLACES)],
-            num_devices=4,
             num_chunks=2,
             schedule="zb-v",
             num_microbatches=8,
         ),
     ),
-    "recompute": ("chain", plan_of(stage("0 1", 0, recompute="full"), stage("2 3", 1), num_devices=2)),
+    "recompute": ("chain", plan_of(stage("0 1", 0, recompute="full"), stage("2 3", 1))),
     "recompute by unit": (
         "chain",
-        plan_of(stage("0 1", 0, 1, recompute="selective"), stage("2 3", 2, recompute="layer"), num_devices=3),
+        plan_of(stage("0 1", 0, 1, recompute="selective"), stage("2 3", 2, recompute="layer")),
     ),
     "recompute of a record": (
         "towers",
-        plan_of(
-            stage("left.0 right.0", 0, recompute="selective"),
-            stage("left.2 right.2 head", 1, recompute="layer"),
-            num_devices=2,
-        ),
+        plan_of(stage("left.0 right.0", 0, recompute="selective"), stage("left.2 right.2 head", 1, recompute="layer")),
     ),
     "recompute by count": (
         "towers",
         plan_of(
-            stage("left.0 left.2 right.0", 0, recompute="layer:2"),
-            stage("right.2 head", 1, recompute="selective:1"),
-            num_devices=2,
+            stage("left.0 left.2 right.0", 0, recompute="layer:2"), stage("right.2 head", 1, recompute="selective:1")
         ),
     ),
-    "graph": ("towers", plan_of(stage("left.0 right.0", 0, 1), stage("left.2 right.2 head", 2), num_devices=3)),
+    "graph": ("towers", plan_of(stage("left.0 right.0", 0, 1), stage("left.2 right.2 head", 2))),
 }
 
 
-def run(name: str, optimizer: str = "sgd") -> dict[str, Tensor]:
-    """Two steps of training as planned; the whole state, and the last loss under ""."""
+def run(name: str) -> list[Any]:
+    """Two steps of training as planned."""
     kind, plan = PLANS[name]
-    makers = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
-    pipe = PipelineModule(
-        MODELS[kind](),
-        schedule=plan,
-        loss_fn=F.mse_loss,
-        optimizer=lambda parameters: makers[optimizer](parameters, lr=0.05),
-        timeout=120.0,
-    )
-    loss = [pipe.train_step(X, Y).loss for _ in range(2)][-1]
-    state = pipe.full_state_dict()
-    pipe.close()
-    return {**state, "": torch.tensor(loss, dtype=torch.float64)}
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.05), "timeout": 120.0}
+    found = train_piped(PipelineModule(made(kind), schedule=plan, **options), [(X, Y)] * 2)
+    return [found.losses, found.state]
 
 
-def run_alone(name: str) -> dict[str, Tensor]:
-    losses, _, state = train_alone(MODELS[PLANS[name][0]](), [(X, Y)] * 2, partial(torch.optim.SGD, lr=0.05))
-    return {**state, "": torch.tensor(losses[-1], dtype=torch.float64)}
-
-
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+def run_alone(name: str) -> list[Any]:
+    losses, _, state = train_alone(made(PLANS[name][0]), [(X, Y)] * 2, partial(torch.optim.SGD, lr=0.05))
+    return [losses, state]
 
 
 @pytest.mark.thorough(but=["optimizer sharded"])
 @pytest.mark.parametrize("name", PLANS)
 def test_in_one_process(name: str) -> None:
-    assert_same(run(name), run_alone(name))
+    near(run(name), run_alone(name))
 
 
 # In one process all of them run every day.
@@ -173,7 +126,7 @@ FEWER = ("2-1-1", "optimizer sharded", "backwards", "idle rank", "chunks", "reco
 def test_over_processes(gloo: Pool, name: str) -> None:
     wanted = run_alone(name)
     for found in gloo.run(run, ranks=PLANS[name][1].num_devices, args=(name,)):
-        assert_same(found, wanted)
+        near(found, wanted)
 
 
 class Counted(nn.Linear):
@@ -197,7 +150,7 @@ def test_as_many_units_run_again_as_planned(make: Any, nodes: tuple[str, str], a
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Counted
-    plan = plan_of(stage(nodes[0], 0, recompute="layer:2"), stage(nodes[1], 1), num_devices=2)
+    plan = plan_of(stage(nodes[0], 0, recompute="layer:2"), stage(nodes[1], 1))
     pipe = PipelineModule(model.double(), schedule=plan, loss_fn=F.mse_loss, example_inputs=(X,))
     counted = [module for module in model.modules() if isinstance(module, Counted)]
     before = [module.calls for module in counted]
@@ -209,20 +162,20 @@ def test_as_many_units_run_again_as_planned(make: Any, nodes: tuple[str, str], a
 def test_the_stages_are_the_planned_ones(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(PLANS["3-1"][1].to_json())
-    pipe = PipelineModule(make_chain(), schedule=path, loss_fn=F.mse_loss, example_inputs=(X,))
+    pipe = PipelineModule(made(), schedule=path, loss_fn=F.mse_loss, example_inputs=(X,))
     assert pipe.stage_names == ("0 .. 2", "3")
     assert pipe.schedule.owners == ((0, 1, 2), (3,))
     assert pipe.plan == PLANS["3-1"][1]
 
 
-GOOD = plan_of(stage("0 1", 0), stage("2 3", 1), num_devices=2)
+GOOD = plan_of(stage("0 1", 0), stage("2 3", 1))
 BAD = {
     "unknown node": (
-        {"plan": plan_of(stage("0 1", 0), stage("2 3 4", 1), num_devices=2)},
+        {"plan": plan_of(stage("0 1", 0), stage("2 3 4", 1))},
         r"for another model \(5 nodes, the model has 4\): its node '4' is not in the model",
     ),
     "missing node": (
-        {"plan": plan_of(stage("0 1", 0), stage("2", 1), num_devices=2)},
+        {"plan": plan_of(stage("0 1", 0), stage("2", 1))},
         r"the model's '3' is in no stage of it\. Expected a plan that was made from a profile of this model",
     ),
     "other sizes": (
@@ -230,23 +183,23 @@ BAD = {
         r"stage 0 \(0 \.\. 1\) has 100 bytes of parameters in the plan and 480 in the model",
     ),
     "out of order": (
-        {"plan": plan_of(stage("0 2", 0), stage("1 3", 1), num_devices=2)},
+        {"plan": plan_of(stage("0 2", 0), stage("1 3", 1))},
         r"puts '1' on stage 1 and '2', which follows it, on stage 0: expected stages of an nn.Sequential in order",
     ),
     "tensor sizes": (
-        {"plan": plan_of(stage("0 1", 0, 2, tensor=2), stage("2 3", 1), num_devices=3)},
+        {"plan": plan_of(stage("0 1", 0, 2, tensor=2), stage("2 3", 1))},
         r"splits tensors over the ranks \(0, 2\): expected groups of 2 in a row, such as \(0, 1\)",
     ),
     "tensor group": (
-        {"plan": plan_of(stage("0 1", 0, 3, tensor=2), stage("2 3", 1, 2, tensor=2), num_devices=4)},
+        {"plan": plan_of(stage("0 1", 0, 3, tensor=2), stage("2 3", 1, 2, tensor=2))},
         r"splits tensors over the ranks \(0, 3\): expected groups of 2 in a row .*, such as \(0, 1\)",
     ),
     "tensor alone": (
-        {"plan": plan_of(stage("0 1", 0, 1, tensor=2), stage("2 3", 2, 3, tensor=2), num_devices=4)},
+        {"plan": plan_of(stage("0 1", 0, 1, tensor=2), stage("2 3", 2, 3, tensor=2))},
         r"splits tensors over 2 ranks, which are processes: expected 4 of them \(torchrun --nproc-per-node 4\)",
     ),
     "unequal replicas": (
-        {"plan": plan_of(stage("0 1", 0, 1), stage("2 3", 2), num_devices=3, schedule="gpipe")},
+        {"plan": plan_of(stage("0 1", 0, 1), stage("2 3", 2), schedule="gpipe")},
         r"stages on 2-1 ranks under schedule 'gpipe': expected as many ranks for each stage",
     ),
     "microbatches": ({"plan": GOOD, "num_microbatches": 3}, r"num_microbatches=3 for a plan of 5: expected 5"),
@@ -264,12 +217,12 @@ BAD = {
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD.keys())
 def test_bad_plans(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PipelineModule(**records(**{"model": make_chain(), "loss_fn": F.mse_loss, "example_inputs": (X,), **options}))
+        PipelineModule(**records(**{"model": made(), "loss_fn": F.mse_loss, "example_inputs": (X,), **options}))
 
 
 def _for_another_number_of_ranks() -> str:
     try:
-        PipelineModule(make_chain(), schedule=GOOD, loss_fn=F.mse_loss)
+        PipelineModule(made(), schedule=GOOD, loss_fn=F.mse_loss)
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -282,12 +235,12 @@ def test_a_plan_for_another_number_of_ranks(gloo: Pool) -> None:
 
 
 def test_the_plan_of_a_graph_goes_with_the_graph() -> None:
-    plan = plan_of(stage("left.0 right.2", 0), stage("left.2 right.0 head", 1), num_devices=2)
+    plan = plan_of(stage("left.0 right.2", 0), stage("left.2 right.0 head", 1))
     with pytest.raises(ValueError, match=r"needs 'right.0' of the later stage 1"):
-        PipelineModule(make_towers(), schedule=plan, loss_fn=F.mse_loss, example_inputs=(X,))
+        PipelineModule(made("towers"), schedule=plan, loss_fn=F.mse_loss, example_inputs=(X,))
 
 
 def test_idle_ranks_need_a_flush() -> None:
-    plan = plan_of(stage("0 1", 0), stage("2 3", 2), num_devices=3, schedule="2bw", num_microbatches=4)
+    plan = plan_of(stage("0 1", 0), stage("2 3", 2), schedule="2bw", num_microbatches=4)
     with pytest.raises(ValueError, match="leaves rank 1 idle under the asynchronous schedule '2bw': expected a plan"):
-        PipelineModule(make_chain(), schedule=plan, loss_fn=F.mse_loss, optimizer=torch.optim.SGD, example_inputs=(X,))
+        PipelineModule(made(), schedule=plan, loss_fn=F.mse_loss, optimizer=torch.optim.SGD, example_inputs=(X,))

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import experts, sliced
+from support.alone import near, train_alone, train_piped
 from support.inside import layout_of_plan
 from support.inside import simulated_simulated as simulated
+from support.plain import batch as numbers
+from support.pool import Pool
+from support.small import sgd
+from support.uneven import plan_of, stage
+from torch import Tensor, nn
 
 from stagewright.comm import World
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, plan
+from stagewright.pipe import Auto, PipelineModule
 from stagewright.schedules import FAMILIES, check, check_lowered, lower
 
 PLANNED = [name for name, each in FAMILIES.items() if each.is_planned]
@@ -184,3 +197,148 @@ def test_tensor_groups_stand_in_a_row_where_nodes_are_moved() -> None:
     cluster = Cluster(levels=levels, kinds=kinds, nodes=("slow", "device", "slow", "device"))
     for batch in (2, 8):
         prove(plan(model(1, 2), cluster, global_batch=batch, tensor_sizes=(2,), runnable=True))
+
+
+WIDTH, DEPTH = 6, 9
+X, Y = numbers(0, WIDTH)
+BYTES = 8 * WIDTH * (WIDTH + 1)
+SECONDS = (2.0, 1.0, 3.0, 1.0, 1.0, 2.5, 1.0, 0.5, 4.0)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]).double()
+
+
+def joint_plan() -> Plan:
+    """With unequal numbers of stages on its three ranks, for layers that take as long as SECONDS says."""
+    nodes = [
+        Node(name=str(i), forward_seconds=s, backward_seconds=2 * s, parameter_bytes=BYTES)
+        for i, s in enumerate(SECONDS)
+    ]
+    profile, cluster = Profile(nodes=nodes, microbatch_size=2), Cluster.parse("3:net=1GB/s")
+    found = plan(profile, cluster, global_batch=8, data_sizes=(1,), search="joint", seconds=0.5)
+    assert found.schedule == "auto"
+    return found
+
+
+def trained(schedule: Plan | Auto, mesh: dict[str, int] | None = None) -> tuple[dict[str, Tensor], Plan]:
+    pipe = PipelineModule(make_model(), schedule=schedule, mesh=mesh, loss_fn=F.mse_loss, optimizer=sgd, timeout=120.0)
+    state = train_piped(pipe, [(X, Y)] * 2).state
+    assert pipe.plan is not None
+    return state, pipe.plan
+
+
+@pytest.mark.thorough
+def test_a_found_plan_in_one_process() -> None:
+    found = joint_plan()
+    state, ran = trained(found)
+    near(state, train_alone(make_model(), [(X, Y)] * 2, sgd).state)
+    assert ran == found
+
+
+@pytest.mark.thorough
+def test_auto_searches_jointly(gloo: Pool) -> None:
+    auto = Auto(search="joint", seconds=0.5, trials=0)
+    answers = [*gloo.run(trained, ranks=2, args=(auto, {"pipe": 2})), trained(auto, {"pipe": 4})]
+    wanted = train_alone(make_model(), [(X, Y)] * 2, sgd).state
+    for state, ran in answers:
+        near(state, wanted)
+        assert any(note.startswith("joint search: ") for note in ran.notes)
+
+
+def test_bad_input() -> None:
+    for auto, said in (
+        (Auto(search="jointly"), "search='jointly'"),
+        (Auto(search="joint", replan="batch"), "expected one of them"),
+        (Auto(seconds=0), "seconds=0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            PipelineModule(make_model(), schedule=auto, loss_fn=F.mse_loss)
+
+
+STEPS = 3
+
+
+def _plan(
+    schedule: str, nodes: list[str], rows: list[list[int]], *, chunks: int, sizes: dict[str, int], **of: Any
+) -> Plan:
+    stages = [stage(each, *rows[at % len(rows)], **{"tensor": 1, **of}) for at, each in enumerate(nodes)]
+    return plan_of(*stages, num_chunks=chunks, schedule=schedule, **sizes)
+
+
+def _trained(
+    plan: Plan, model: Callable[[], nn.Module], loss_fn: Any, batch: Callable[..., tuple[Tensor, Tensor]]
+) -> tuple[PipelineModule, float]:
+    """A pipeline after its steps, in which all ranks pass the same batch, and the largest difference of a loss, a
+    weight, or an evaluation in two microbatches."""
+    plain, optimizer = model(), partial(torch.optim.AdamW, lr=0.05)
+    delay, batches = int(plan.schedule == "2bw"), map(batch, range(STEPS))
+    expected = train_alone(plain, batches, optimizer, loss_fn=loss_fn, delay=delay, clip=1.0).losses
+    pipe = PipelineModule(model(), schedule=plan, loss_fn=loss_fn, optimizer=optimizer, max_grad_norm=1.0, verify=True)
+    results = [pipe.train_step(*batch(step)) for step in range(STEPS)] + pipe.flush()
+    found = [result.loss for result in results if result.loss is not None]
+    differences = [abs(one - other) for one, other in zip(found, expected, strict=True)]
+    state = pipe.full_state_dict()
+    differences += [float((state[name] - x).abs().max()) for name, x in plain.state_dict().items()]
+    x, y = batch(STEPS, 3)
+    plain.load_state_dict(state)
+    differences.append(abs((pipe.eval_step(x, y).loss or 0.0) - loss_fn(plain(x), y).item()))
+    return pipe, max(differences)
+
+
+def _over_experts(schedule: str, rows: list[list[int]], overlaps: bool = False, **of: Any) -> float:
+    nodes, chunks = (["0 1", "2", "3 4", "5"], 2) if schedule == "interleaved" else (["0 1 2", "3 4 5"], 1)
+    sizes = {"expert": 2, "overlaps": overlaps, "num_microbatches": 8 if overlaps else 4}  # fewer make no pair
+    plan = _plan(schedule, nodes, rows, chunks=chunks, sizes=sizes, **of)
+    pipe, difference = _trained(plan, experts.model, F.mse_loss, lambda step, n=9: experts.batch(0, step, n))
+    assert bool(pipe.schedule.overlapped) == overlaps
+    with pipe, pytest.raises(ValueError, match="a batch of 1 samples over 2 members of an expert group: expected 2"):
+        pipe.eval_step(*experts.batch(0, STEPS, 1))
+    return difference
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("schedule", "rows", "of"),
+    [
+        ("1f1b", [[0, 1], [2, 3]], {}),
+        ("1f1b", [[0, 2], [1, 3]], {"recompute": "full", "optimizer_shards": 2}),
+        ("interleaved", [[0, 1], [2, 3]], {}),
+        ("interleaved", [[0, 1], [2, 3]], {"overlaps": True}),
+        ("2bw", [[0, 2], [1, 3]], {}),
+    ],
+)
+def test_a_plan_divides_experts(gloo: Pool, schedule: str, rows: list[list[int]], of: dict[str, Any]) -> None:
+    assert max(gloo.run(_over_experts, ranks=4, args=(schedule, rows), kwargs=of)) < 1e-10
+
+
+def _over_sequences(schedule: str, rows: list[list[int]], **of: Any) -> float:
+    nodes = ["0 1", "2 3"] if len(rows) == 2 else ["0 1 2 3"]
+    plan = _plan(schedule, nodes, rows, chunks=1, sizes={"context": 2}, **{"tensor": 2, **of})
+
+    def batch(step: int, samples: int = 9) -> tuple[Tensor, Tensor]:
+        tokens, targets = sliced.batch(samples + step)
+        return tokens[step:], targets[step:]
+
+    pipe, difference = _trained(plan, sliced.chain, sliced.mean_loss, batch)
+    with pipe:
+        assert (pipe.schedule.num_ranks, pipe.schedule.num_microbatches) == (2 * 4 // plan.tensor, 2 * 4)
+        assert pipe.replica == (0, 1)
+    return difference
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("schedule", "rows", "of"),
+    [
+        ("1f1b", [[0, 1], [2, 3]], {"recompute": "full"}),
+        ("2bw", [[0, 1], [2, 3]], {}),
+        ("1f1b", [[0, 1, 2, 3]], {"optimizer_shards": 2}),
+        ("gpipe", [[0, 1, 2, 3]], {"tensor": 4}),
+    ],
+)
+def test_a_plan_divides_sequences(gloo: Pool, schedule: str, rows: list[list[int]], of: dict[str, Any]) -> None:
+    assert max(gloo.run(_over_sequences, ranks=4, args=(schedule, rows), kwargs=of)) < 1e-12

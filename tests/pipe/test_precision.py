@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from support.alone import near
 from support.parts import Parts
+from support.plain import batch
 from support.pool import Pool
+from support.records import records
 from support.small import WIDTH, X, Y, layers, make, stream
 from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
 
 M = 4
 
@@ -109,8 +115,7 @@ def test_bfloat16_parameters(schedule: str) -> None:
             assert result.grad_norm == pytest.approx(norm.item(), rel=1e-2)
             optimizer.step()
             optimizer.zero_grad()
-        for name, value in pipe.full_state_dict().items():
-            torch.testing.assert_close(value, plain.state_dict()[name], rtol=0.02, atol=1e-3)
+        near(pipe.full_state_dict(), plain.state_dict(), rtol=0.02, atol=1e-3)
 
 
 # --- the global norm ---
@@ -120,12 +125,8 @@ NORMS = [1.0, 2.0, 3.0, math.inf]
 
 def norms_of_a_pipeline(mesh: dict[str, int], tied: bool) -> list[Any]:
     """By norm type: (the norm, gradients after clipping to half of it), and with a NaN in one gradient."""
-    torch.manual_seed(0)
-    model = layers().double()
-    if tied:
-        model[5].weight = model[0].weight
     x, y = X.double(), Y.double()
-    pipe = make(model=model, mesh=mesh, optimizer=None, num_microbatches=2 * mesh["pipe"], example_inputs=(x,))
+    pipe = make(model=model_of(tied), mesh=mesh, optimizer=None, num_microbatches=2 * mesh["pipe"], example_inputs=(x,))
     found: list[Any] = []
     for norm_type in NORMS:
         pipe.forward_backward(x, y)
@@ -146,19 +147,23 @@ def norms_of_a_pipeline(mesh: dict[str, int], tied: bool) -> list[Any]:
     return found
 
 
-def assert_norms(found: list[Any], *, tied: bool) -> None:
+def model_of(tied: bool) -> nn.Sequential:
     torch.manual_seed(0)
-    plain = layers().double()
+    model = layers().double()
     if tied:
-        plain[5].weight = plain[0].weight
+        model[5].weight = model[0].weight
+    return model
+
+
+def assert_norms(found: list[Any], *, tied: bool) -> None:
+    plain = model_of(tied)
     for norm_type, (norm, gradients) in zip(NORMS, found, strict=True):
         plain.zero_grad()
         F.mse_loss(plain(X.double()), Y.double()).backward()
         expected = nn.utils.clip_grad_norm_(plain.parameters(), norm / 2, norm_type).item()
         assert norm == pytest.approx(expected, rel=1e-12), norm_type
-        for name, parameter in plain.named_parameters():
-            if name in gradients:
-                assert torch.allclose(gradients[name], parameter.grad, rtol=1e-10, atol=1e-13), (norm_type, name)
+        own = {name: p.grad for name, p in plain.named_parameters() if name in gradients}
+        near({name: gradients[name] for name in own}, own, rtol=1e-10, atol=1e-13, where=f"{norm_type} ")
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -182,3 +187,142 @@ def test_norm_types_that_there_are_not() -> None:
         pipe.train_step(X, Y)
         with pytest.raises(ValueError, match="max_grad_norm="):
             pipe.clip_grad_norm_(1.0, math.inf)
+
+
+MESH_WIDTH, SAMPLES, STEPS = 4, 8, 4
+PIPE, DATA = {"pipe": 2, "tensor": 2}, {"data": 2, "tensor": 2}
+MESH_NORMS = [1.0, 2.0, 3.0, math.inf]
+AT = (2, 1)  # the step and the process in which one member's part of a gradient overflows
+
+
+class _Overflow(torch.autograd.Function):
+    """The identity; the gradient is infinite, where it is switched on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mlp: MLP) -> Tensor:
+        ctx.is_bad = mlp.is_bad
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * (math.inf if ctx.is_bad else 1.0), None
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(MESH_WIDTH)
+        self.up, self.down = nn.Linear(MESH_WIDTH, 4 * MESH_WIDTH), nn.Linear(4 * MESH_WIDTH, MESH_WIDTH)
+        self.is_bad = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        nothing = _Overflow.apply(self.up(h.detach()), self) * 0.0  # so that the parameters of `up` alone see it
+        return x + self.down(torch.tanh(self.up(h) + nothing))
+
+
+def model() -> nn.Sequential:
+    """Ties the bias of the first block's norm to that of the last one, on the other stage."""
+    torch.manual_seed(0)
+    made = nn.Sequential(*[MLP() for _ in range(4)]).double()
+    made[3].norm.bias = made[0].norm.bias
+    return made
+
+
+def scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+
+def plain_norms() -> list[float]:
+    found = []
+    for norm_type in MESH_NORMS:
+        made = model()
+        F.mse_loss(made(batch(0, MESH_WIDTH)[0]), batch(0, MESH_WIDTH)[1]).backward()
+        found.append(nn.utils.clip_grad_norm_(made.parameters(), 1.0, norm_type).item())
+    return found
+
+
+def plain_state(*, delay: int, skipped: int | None) -> tuple[dict[str, Tensor], list[float]]:
+    """With clipping, without the update of the step that overflows; norms of the others."""
+    made, norms = model(), []
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
+    versions = [copy.deepcopy(made.state_dict())]
+    for step in range(STEPS):
+        used = model()
+        used.load_state_dict(versions[max(step - delay, 0)])
+        F.mse_loss(used(batch(step, MESH_WIDTH)[0]), batch(step, MESH_WIDTH)[1]).backward()
+        if step != skipped:
+            for own, leaf in zip(made.parameters(), used.parameters(), strict=True):
+                own.grad = leaf.grad
+            norms.append(nn.utils.clip_grad_norm_(made.parameters(), 0.1).item())
+            optimizer.step()
+        versions.append(copy.deepcopy(made.state_dict()))
+    return versions[-1], norms
+
+
+def piped(schedule: str, mesh: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
+    """One process of the mesh."""
+    num_replicas = mesh.get("data", 1)
+    replica = dist.get_rank() // 2 % num_replicas
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "tensor_parallel": {"*.up": "column", "*.down": "row"},
+        "num_microbatches": M // num_replicas,
+        "loss_fn": F.mse_loss,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    }
+
+    def own(step: int) -> list[Tensor]:
+        return [each.chunk(num_replicas)[replica] for each in batch(step, MESH_WIDTH)]
+
+    norms = []
+    if schedule != "2bw":
+        pipe = PipelineModule(model(), **records(schedule=schedule, example_inputs=own(0)[:1], **(settings | options)))
+        for norm_type in MESH_NORMS:
+            pipe.forward_backward(*own(0))
+            norms.append(pipe.clip_grad_norm_(1e9, norm_type))
+            pipe.clip_grad_norm_(norms[-1] / 2, norm_type)
+            assert pipe.clip_grad_norm_(1e9, norm_type) == pytest.approx(norms[-1] / 2, rel=1e-4)
+            for parameter in pipe.parameters():
+                parameter.grad = None
+        pipe.close()
+    made, own_scaler = model(), None if schedule == "2bw" else scaler()
+    pipe = PipelineModule(
+        made, **records(schedule=schedule, max_grad_norm=0.1, grad_scaler=own_scaler, **(settings | options))
+    )
+    results = []
+    for step in range(STEPS):
+        made[0].is_bad = own_scaler is not None and (step, dist.get_rank()) == AT
+        results.append(pipe.train_step(*own(step)))
+        made[0].is_bad = False
+    results += pipe.flush()
+    known = {result.loss_step: result for result in results}
+    found = {
+        "norms": norms,
+        "state": pipe.full_state_dict(),
+        "skipped": [known[step].skipped for step in range(STEPS)],
+        "grad_norms": [known[step].grad_norm for step in range(STEPS)],
+        "scale": None if own_scaler is None else own_scaler.get_scale(),
+    }
+    pipe.close()
+    return found
+
+
+ZERO1: dict[str, Any] = {"data_parallel": "zero1"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("schedule", "mesh", "options"), [("1f1b", DATA, ZERO1), ("2bw", PIPE, {})], ids=str)
+def test_four_processes(gloo: Pool, schedule: str, mesh: dict[str, int], options: dict[str, Any]) -> None:
+    """One tensor member's part of a gradient overflows, in one replica of one stage: nobody updates."""
+    skipped = None if schedule == "2bw" else AT[0]
+    state, norms = plain_state(delay=int(schedule == "2bw"), skipped=skipped)
+    for found in gloo.run(piped, ranks=4, args=(schedule, mesh, options)):
+        if found["norms"]:
+            assert found["norms"] == pytest.approx(plain_norms(), rel=1e-11)
+        assert found["skipped"] == [step == skipped for step in range(STEPS)]
+        assert [norm for step, norm in enumerate(found["grad_norms"]) if step != skipped] == pytest.approx(norms)
+        if skipped is not None:
+            assert not math.isfinite(found["grad_norms"][skipped])
+            assert found["scale"] == 1024.0  # grew behind two updates, shrank behind the skipped one
+        near(found["state"], state, atol=1e-11)

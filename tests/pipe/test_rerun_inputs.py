@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from support.grids import one_in
 from support.layers import D
-from support.parts import Parts
+from support.parts import GIVEN, Parts
 from support.reruns import X, Y, equals_one_process, made, pipeline
 from torch import Tensor, nn
 
@@ -48,12 +48,8 @@ ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Aliased(nn.Module):
+class Aliased(Parts, alias=GIVEN, inside=True, linear=lambda: nn.Linear(D, D)):
     """Doubles a part of its product."""
-
-    def __init__(self, alias: Callable[[Tensor], Tensor], *, inside: bool = True) -> None:
-        super().__init__()
-        self.alias, self.inside, self.linear = alias, inside, nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Any:
         h = self.linear(x)
@@ -196,11 +192,7 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-class Calls(nn.Module):
-    def __init__(self, call: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.call, self.linear, self.inner = call, nn.Linear(D, D), Changes()
-
+class Calls(Parts, call=GIVEN, linear=lambda: nn.Linear(D, D), inner=Changes):
     def forward(self, x: Tensor) -> Tensor:
         return (
             F.pad(y, (0, 0, 0, x.shape[1] - y.shape[1])) if (y := self.call(self.inner, self.linear(x))).numel() else x

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.layers import D
-from support.parts import Parts
+from support.parts import GIVEN, Parts
 from support.reruns import WORDS, M, X, Y, equals_one_process, made, pipeline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,13 +20,8 @@ from stagewright.pipe import PipelineModule
 # --- changes in place that only later forwards make ---
 
 
-class Later(nn.Module):
+class Later(Parts, what=GIVEN, seen=0, linear=lambda: nn.Linear(D, D)):
     """From the third real forward on it changes its input, or the result of its product."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what, self.seen = what, 0
-        self.linear = nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += type(x) is Tensor and torch.is_grad_enabled()
@@ -51,11 +46,7 @@ def test_an_input_that_is_changed_behind_the_module_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.sin(x + 1.0)
 
-    class Changes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.adds = nn.Linear(D, D), Adds()
-
+    class Changes(Parts, linear=lambda: nn.Linear(D, D), adds=Adds):
         def forward(self, x: Tensor) -> Tensor:
             h = self.linear(x)
             y = self.adds(h)
@@ -85,14 +76,8 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         r"recompute='half': expected one of 'none', 'full', 'layer', 'selective', .* 'selective:3', or a policy",
     ),
     "unknown word of a stage": (["full", "blocks"], r"recompute='blocks': expected one of 'none', 'full', 'layer'"),
-    "no count": (
-        "layer:0",
-        r"recompute='layer:0': expected one of 'none', .* or a count such as 'layer:3' or 'selective:3'",
-    ),
-    "more than there are": (
-        "layer:2",
-        r"'layer:2' of stage 0 .* 1 units that can run again: expected at most 'layer:1'",
-    ),
+    "no count": ("layer:0", r"'layer:0': expected one of 'none', .* or a count such as 'layer:3' or 'selective:3'"),
+    "more than there are": ("layer:2", r"of stage 0 .* 1 units that can run again: expected at most 'layer:1'"),
     "a number": (2, r"recompute=2: expected one of 'none'"),
     "one stage of two": (["layer"], r"recompute= has 1 entries for 2 stages"),
     "unknown word of a module": ({"0": "layer"}, r"recompute=\{'0': 'layer'\}: expected 'full' or 'selective'"),
@@ -101,10 +86,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "a part is a level": ({"*linear": "full"}, r"matches no module: .* '\*' matches one part between dots"),
     "a list": ({"*.parts": "full"}, r"matches '0.parts', a ModuleList, which nothing calls: expected .* '0.parts.\*'"),
     "not called": ({"*.linear": "full"}, r"'\*.linear'.* matches '0.linear', '1.linear', which no stage calls"),
-    "two patterns": (
-        {"*": "full", "1": "selective"},
-        r"has '\*' and '1' for module '1', 'full' and 'selective': expected",
-    ),
+    "two patterns": ({"*": "full", "1": "selective"}, r"'\*' and '1' for module '1', 'full' and 'selective': expected"),
 }
 
 
@@ -121,15 +103,14 @@ def test_a_plan_has_its_own_recomputation() -> None:
         PipelineModule(nn.Sequential(nn.Linear(D, D)), schedule=plan, recompute={"*": "full"}, loss_fn=F.mse_loss)
 
 
-class Counted(nn.Module):
-    """Counts its runs; its inner part may be under a checkpoint of the user's own."""
+class Inner(Parts, linear=lambda: nn.Linear(D, D), runs=0):
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return torch.sin(self.linear(x)) * x
 
-    def __init__(self, kind: str = "plain") -> None:
-        super().__init__()
-        self.kind = kind
-        self.inner = Inner()
-        self.last = nn.Linear(D, D)
-        self.runs = 0
+
+class Counted(Parts, kind="plain", inner=Inner, last=lambda: nn.Linear(D, D), runs=0):
+    """Counts its runs; its inner part may be under a checkpoint of the user's own."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.runs += 1
@@ -137,12 +118,6 @@ class Counted(nn.Module):
             return torch.tanh(self.last(self.inner(x)))
         h = checkpoint(self.inner, x, use_reentrant=self.kind == "reentrant")
         return torch.tanh(self.last(h))
-
-
-class Inner(Parts, linear=lambda: nn.Linear(D, D), runs=0):
-    def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
-        return torch.sin(self.linear(x)) * x
 
 
 class Around(Counted):
@@ -166,7 +141,7 @@ def test_a_module_runs_again_at_most_once(recompute: Any) -> None:
 
     def make() -> nn.Sequential:
         first = nn.Linear(D, D)  # a reentrant checkpoint wants an input with a gradient
-        return nn.Sequential(first, *[Around() if kind == "around" else Counted(kind) for kind in 2 * KINDS])
+        return nn.Sequential(first, *[Around() if kind == "around" else Counted(kind=kind) for kind in 2 * KINDS])
 
     model, plain = made(make), made(lambda: nn.Sequential(nn.Linear(D, D), *[Counted() for _ in 2 * KINDS]))
     blocks = list(model)[1:]

@@ -13,15 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from support import small
 from support.grids import one_in
 from support.inside import TrainingWorker
 from support.layers import Block, D, T
 from support.parts import Parts
 from support.reruns import WORDS, M, X, Y, as_one, equals_one_process, made, pipeline
-from support.small import sgd
+from support.small import WIDTH, make, sgd
 from support.storages import Storages
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
+
+from stagewright.pipe import PipelineModule
 
 again = pytest.mark.parametrize("recompute", ["layer", "selective"])
 
@@ -283,12 +287,7 @@ class Caching(Parts, linear=lambda: nn.Linear(D, D)):
         return seen[-1].cos() * torch.stack(seen).sum(0) * len(seen)
 
 
-class Cached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(D, D)
-        self.layers = nn.ModuleList(Caching() for _ in range(3))
-
+class Cached(Parts, first=lambda: nn.Linear(D, D), layers=lambda: nn.ModuleList(Caching() for _ in range(3))):
     def forward(self, x: Tensor) -> Tensor:
         x, cache = self.first(x), Cache()
         for layer in self.layers:
@@ -303,3 +302,130 @@ def test_an_object_that_modules_change(recompute: str) -> None:
     equals_one_process(lambda: [Cached(), nn.Linear(D, D)], {"0.layers.*": "full"})
     equals_one_process(lambda: [Cached(), nn.Linear(D, D)], {"0.layers.*": "selective"})
     equals_one_process(lambda: [nn.Linear(D, D), Cached()], recompute)
+
+
+ZEROS_FIRST = torch.cat([torch.zeros(2, WIDTH), small.X[2:]])
+
+
+class Average(nn.Module):
+    """A mean that begins to move with a real forward; `large` makes it a buffer of a megabyte."""
+
+    def __init__(self, *, large: bool = False, begins: int = 3) -> None:
+        super().__init__()
+        self.begins = begins
+        self.register_buffer("mean", torch.zeros(1 << 18 if large else 1))
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor and torch.is_grad_enabled() is not self.training:  # the first run of each microbatch
+            self.seen += 1
+        if self.seen >= self.begins:
+            self.mean.mul_(0.5).add_(x.detach().mean())
+        return x + self.mean[0]
+
+
+class Reassigned(nn.Module):
+    """A new tensor each time; two names for one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.twin = nn.Module()
+        self.twin.register_buffer("count", torch.zeros(()))
+        self.register_buffer("count", self.twin.count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + x.detach().mean(0)
+        self.count += 1
+        return x + self.mean * self.twin.count
+
+
+def plain(model: nn.Module, batch: Tensor) -> None:
+    """Gradients of one batch in four microbatches, on one process."""
+    for x, y in zip(batch.split(2), small.Y.split(2), strict=True):
+        (F.mse_loss(model(x), y) / 4).backward()
+
+
+@pytest.mark.thorough(but=["none-batch norm", "full-reassigned"])
+@pytest.mark.parametrize("middle", [lambda: nn.BatchNorm1d(WIDTH), Reassigned], ids=["batch norm", "reassigned"])
+@pytest.mark.parametrize("recompute", ["none", "full", "layer", "selective"])
+def test_buffers_that_a_first_forward_leaves_as_they_are(middle: Callable[[], nn.Module], recompute: str) -> None:
+    """Which buffers move was learned from values: zeros leave a running mean at 0, and then it moved twice."""
+    torch.manual_seed(0)
+    model, twin = (nn.Sequential(middle(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    plain(twin, ZEROS_FIRST)
+    make(model=model, optimizer=None, recompute=recompute, cut=["2"]).forward_backward(ZEROS_FIRST, small.Y)
+    for (name, one), other in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+        assert torch.allclose(one, other), name
+    for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=1e-6), name
+
+
+def averaging(*, recompute: str = "full", **options: Any) -> PipelineModule:
+    torch.manual_seed(0)
+    model = nn.Sequential(Average(**options), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    return make(model=model, optimizer=None, recompute=recompute, cut=["2"])
+
+
+def test_a_buffer_that_begins_to_move_later() -> None:
+    pipe = averaging()
+    pipe.forward_backward(small.X, small.Y)
+    expected = 0.0
+    for x in small.X.split(2)[2:]:
+        expected = expected / 2 + float(x.mean())
+    assert float(pipe.state_dict()["0.mean"]) == pytest.approx(expected)
+
+
+def test_a_large_buffer_that_begins_to_move_later_is_refused() -> None:
+    """Its value from before the change is not kept: that would be a second copy of every mask."""
+    with pytest.raises(ValueError, match=r"buffer 'mean' of Average .*Expected .* recompute= that leaves it out"):
+        averaging(large=True).forward_backward(small.X, small.Y)
+
+
+def test_a_large_buffer_that_moves_is_what_it_was_in_the_second_run() -> None:
+    pipes = [averaging(large=True, begins=0, recompute=recompute) for recompute in ("none", "full")]
+    for pipe in pipes:
+        for _ in range(2):
+            pipe.forward_backward(small.X, small.Y)
+    assert torch.equal(*(pipe.state_dict()["0.mean"] for pipe in pipes))
+    for one, other in zip(*(pipe.parameters() for pipe in pipes), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+# --- the loss ---
+
+
+def noisy(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(F.dropout(output, 0.5), target)
+
+
+def doubling(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target.mul_(2.0))
+
+
+class Centered(Parts, center=lambda: torch.zeros(WIDTH)):
+    """A moving target, as DINO's center."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.center.mul_(0.5).add_(output.detach().mean(0))
+        return F.mse_loss(output - self.center, target)
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda: noisy, lambda: doubling, Centered], ids=["random", "changes its target", "with a buffer"]
+)
+def test_a_loss_is_computed_again_as_it_was(loss: Callable[[], Callable[[Tensor, Tensor], Tensor]]) -> None:
+    """It drew other numbers, doubled the target once more and moved its buffers twice: other gradients, no word."""
+    gradients, targets, buffers = [], [], []
+    for recompute in ("none", "full"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        loss_fn, target = loss(), small.Y.clone()
+        make(model=model, optimizer=None, recompute=recompute, loss_fn=loss_fn).forward_backward(small.X, target)
+        gradients.append([p.grad for p in model.parameters()])
+        targets.append(target)
+        buffers.append(list(loss_fn.buffers()) if isinstance(loss_fn, nn.Module) else [])
+    for one, other in zip(gradients[0] + buffers[0], gradients[1] + buffers[1], strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(*targets)

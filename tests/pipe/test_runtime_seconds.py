@@ -9,7 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.inside import HostClock, RankRecorder, building, early_messages, measure_runtime_seconds, runtime_seconds
+from support.inside import (
+    HostClock,
+    RankRecorder,
+    building,
+    clipping,
+    early_messages,
+    make_optimizers,
+    measure_runtime_seconds,
+    named,
+    runtime_seconds,
+)
 from support.inside import PipeTrainingTraining as Training
 from support.pool import Pool
 from support.small import X, Y, make, sgd
@@ -131,3 +141,26 @@ def test_timelines_of_ranks_whose_clocks_are_apart(gloo: Pool) -> None:
         assert timeline.clock_error[0] == 0.0
         assert 0 < min(timeline.clock_error[1:]) <= max(timeline.clock_error[1:]) < 30
         assert all(seconds <= allowed for _, seconds, allowed in early_messages(timeline))
+
+
+def test_the_first_step_clips_by_the_norm_of_all_parameters() -> None:
+    torch.manual_seed(0)
+    plain, clipped = (nn.Linear(3, 2).double() for _ in range(2))
+    clipped.load_state_dict(plain.state_dict())
+
+    def make(parameters: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD([p], lr=0.1) for _, p in parameters]  # a step each for weight and bias
+
+    for model, factory in ((plain, named(make)), (clipped, clipping(named(make), 0.5))):
+        model(torch.arange(6.0, dtype=torch.float64).view(2, 3)).square().sum().backward()
+        if model is plain:
+            assert nn.utils.clip_grad_norm_(model.parameters(), 0.5) > 1
+        for optimizer in make_optimizers(factory, list(model.named_parameters()), where="here"):
+            optimizer.step()
+    for one, other in zip(plain.parameters(), clipped.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=0)  # the runtime adds 1e-6 to the norm, as torch does
+
+
+def test_nothing_is_changed_where_nobody_clips() -> None:
+    factory = named(lambda parameters: [])
+    assert clipping(factory, None) is clipping(factory, 0.0) is factory

@@ -11,7 +11,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import near, train_alone
 from support.grids import one_in
+from support.models import token_loss
 from support.parts import Parts
 from support.pool import Pool
 from support.records import records
@@ -53,30 +55,20 @@ def make_model() -> nn.Module:
     return Model().double()
 
 
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
 def batch_of(step: int, replica: int, sizes: list[list[int]]) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + replica)
-    size = sizes[step % len(sizes)][replica]
-    return (
-        torch.randint(VOCABULARY, (size, 4), generator=generator),
-        torch.randint(VOCABULARY, (size, 4), generator=generator),
-    )
+    shape, generator = (sizes[step % len(sizes)][replica], 4), torch.Generator().manual_seed(10 * step + replica)
+    x, y = (torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2))
+    return x, y
 
 
 @named
 def adamw(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """Groups by shape and by name, as people make them."""
-    matrices = [p for name, p in parameters if p.dim() > 1 and not name.startswith("embedding")]
-    vectors = [p for name, p in parameters if p.dim() <= 1]
     tied = [p for name, p in parameters if name.startswith("embedding")]
-    groups = [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": vectors, "weight_decay": 0.0},
-        {"params": tied, "lr": 3e-3},
-    ]
+    matrices = [p for name, p in parameters if p.dim() > 1 and not name.startswith("embedding")]
+    vectors = [p for _, p in parameters if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    groups.append({"params": tied, "lr": 3e-3})
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
 
 
@@ -102,10 +94,9 @@ def trained(data: int, optimizer: str, sizes: list[list[int]], options: dict[str
     replica = torch.distributed.get_rank() % data
     pipe = PipelineModule(
         make_model(),
-        **records(loss_fn=loss_fn, optimizer=OPTIMIZERS[optimizer], lr_scheduler=halved, timeout=120.0, **options),
+        **records(loss_fn=token_loss, optimizer=OPTIMIZERS[optimizer], lr_scheduler=halved, timeout=120.0, **options),
     )
     losses = []
-    is_flush = True
     for step in range(STEPS):
         batch = batch_of(step, replica, sizes)
         pipe.build(*batch)
@@ -138,7 +129,7 @@ def alone(data: int, optimizer: str, sizes: list[list[int]], max_norm: float | N
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
         x, y = (torch.cat(column) for column in zip(*(batch_of(step, q, sizes) for q in range(data)), strict=True))
-        loss = loss_fn(model(x), y)
+        loss = token_loss(model(x), y)
         loss.backward()
         losses.append(float(loss.detach()))
         if step == 1:
@@ -153,11 +144,6 @@ def alone(data: int, optimizer: str, sizes: list[list[int]], max_norm: float | N
         for one in optimizers:
             one.zero_grad()
     return {"losses": losses, "norms": norms, "gradients": gradients, "state": model.state_dict()}
-
-
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], *, tolerance: float) -> None:
-    for name, value in found.items():
-        torch.testing.assert_close(value, wanted[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 EQUAL, UNEVEN = [[6, 6]], [[6, 6], [7, 4], [4, 9]]
@@ -187,10 +173,10 @@ def test_flush(gloo: Pool, kind: str, case: tuple[str, list[list[int]], dict[str
     answers = gloo.run(trained, ranks=ranks, args=(2, optimizer, sizes, {**options, "data_parallel": kind}))
     wanted = alone(2, optimizer, sizes, options.get("max_grad_norm"))
     for found in answers:
-        assert [found["losses"][step] for step in range(STEPS)] == pytest.approx(wanted["losses"], abs=1e-12)
-        assert found["norms"] == pytest.approx(wanted["norms"], abs=1e-12)
-        assert_same(found["gradients"], wanted["gradients"], tolerance=1e-12)
-        assert_same(found["state"], wanted["state"], tolerance=1e-10)
+        near([found["losses"][step] for step in range(STEPS)], wanted["losses"])
+        near(found["norms"], wanted["norms"])
+        near(found["gradients"], {name: wanted["gradients"][name] for name in found["gradients"]})
+        near(found["state"], wanted["state"], atol=1e-10)
 
 
 def ringed(*args: Any) -> dict[str, Any]:
@@ -206,8 +192,8 @@ def test_rings_of_the_backend(gloo: Pool, kind: str) -> None:
     options = {"schedule": "1f1b", "mesh": {"pipe": 1, "data": 2}, "num_microbatches": 2, "data_parallel": kind}
     wanted = alone(2, "adamw", UNEVEN, None)
     for found in gloo.run(ringed, ranks=2, args=(2, "adamw", UNEVEN, options)):
-        assert_same(found["gradients"], wanted["gradients"], tolerance=1e-12)
-        assert_same(found["state"], wanted["state"], tolerance=1e-10)
+        near(found["gradients"], wanted["gradients"])
+        near(found["state"], wanted["state"], atol=1e-10)
 
 
 def streamed(sizes: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
@@ -215,15 +201,7 @@ def streamed(sizes: list[list[int]], options: dict[str, Any]) -> dict[str, Any]:
     replica = torch.distributed.get_rank() % 2 if torch.distributed.is_initialized() else 0
     pipe = PipelineModule(
         make_model() if options["schedule"] == "2bw" else untied(),
-        **records(
-            loss_fn=loss_fn,
-            optimizer=OPTIMIZERS["adamw"],
-            lr_scheduler=halved,
-            mesh={"pipe": 2, "data": 2},
-            num_microbatches=3,
-            timeout=120.0,
-            **options,
-        ),
+        **records(loss_fn=token_loss, optimizer=adamw, lr_scheduler=halved, timeout=120.0, **options),
     )
     results = []
     for step in range(5):
@@ -254,22 +232,15 @@ def untied() -> nn.Module:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"schedule": "2bw", "max_grad_norm": 0.1},
-        {"schedule": "pipedream"},
-    ],
-    ids=["2bw", "pipedream"],
+    "options", [{"schedule": "2bw", "max_grad_norm": 0.1}, {"schedule": "pipedream"}], ids=["2bw", "pipedream"]
 )
 def test_streams_are_those_of_replicas_with_whole_optimizers(gloo: Pool, options: dict[str, Any]) -> None:
     """In one process nothing is divided; there the test of asynchronous schedules compares with a plain loop."""
-    answers = gloo.run(streamed, ranks=4, args=(EQUAL, {**options, "data_parallel": "zero1"}))
-    wanted = streamed(EQUAL, {**options, "data_parallel": "zero1"})
+    options = {**options, "mesh": {"pipe": 2, "data": 2}, "data_parallel": "zero1", "num_microbatches": 3}
+    answers, wanted = gloo.run(streamed, ranks=4, args=(EQUAL, options)), streamed(EQUAL, options)
     for found in answers:
-        assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-12)
-        if "max_grad_norm" in options:
-            assert found["norms"] == pytest.approx(wanted["norms"], abs=1e-12)
-        assert_same(found["state"], wanted["state"], tolerance=1e-10)
+        near([found["losses"], found["norms"]], [wanted["losses"], wanted["norms"]])
+        near(found["state"], wanted["state"], atol=1e-10)
 
 
 class Scale(Parts, weight=lambda: nn.Parameter(torch.ones(1, dtype=torch.float64))):
@@ -350,12 +321,7 @@ def test_what_a_rank_keeps(gloo: Pool) -> None:
     first = even()
     for kind, held, state, collectives in (
         ("zero1", weights + weights, weights, sums),
-        (
-            "fsdp",
-            weights // 2 + weights + 8 * 8,
-            weights,
-            ["0UNSHARD0", *sums, "0RESHARD0"],
-        ),  # an element stands for each
+        ("fsdp", weights // 2 + weights + 8 * 8, weights, ["0UNSHARD0", *sums, "0RESHARD0"]),  # an element for each
     ):
         for found in gloo.run(kept, ranks=2, args=(kind,)):
             assert (found["held"], found["state_bytes"]) == (held, state)
@@ -363,10 +329,9 @@ def test_what_a_rank_keeps(gloo: Pool) -> None:
             assert sorted(found["collectives"]) == sorted(collectives)
             model = even()
             model.load_state_dict(found["state"])
-            torch.testing.assert_close(found["output"], model(X).detach())
             assert found["verified"] == 8
-            torch.testing.assert_close(found["output of the first weights"], first(X).detach())
-            assert found["loss"] == pytest.approx(float(F.mse_loss(first(X), Y).detach()), abs=1e-12)
+            near([found["output"], found["output of the first weights"]], [model(X).detach(), first(X).detach()])
+            near(found["loss"], F.mse_loss(first(X), Y).item())
             read, pickled, edited = found["of its own"]
             if kind == "fsdp":
                 assert "state_dict() of Linear '0', whose weights fsdp divides between two batches" in read
@@ -380,13 +345,8 @@ def test_an_unknown_word_is_refused_and_one_process_divides_nothing() -> None:
     with pytest.raises(ValueError, match=r"data_parallel='zero3': expected one of 'replicate', 'zero1', 'fsdp'"):
         PipelineModule(even(), mesh=Mesh(data_parallel="zero3"))
     for kind in ("zero1", "fsdp"):
-        pipe = PipelineModule(
-            even(),
-            mesh=Mesh(pipe=2, data=2, data_parallel=kind),
-            num_microbatches=2,
-            loss_fn=F.mse_loss,
-            optimizer=torch.optim.AdamW,
-        )
+        mesh = Mesh(pipe=2, data=2, data_parallel=kind)
+        pipe = PipelineModule(even(), mesh=mesh, num_microbatches=2, loss_fn=F.mse_loss, optimizer=torch.optim.AdamW)
         pipe.train_step(X, Y)
         assert state_bytes(pipe) == 2 * EVEN_BYTES
 
@@ -428,14 +388,6 @@ def test_a_checkpoint_of_parts_is_one_of_wholes(
     gloo: Pool, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
     answers = gloo.run(resumed, ranks=2, args=(str(tmp_path), before, after))
-    model = even()
-    optimizers = [one for one in two(list(model.parameters())) if one is not None]
-    for _ in range(4):
-        loss = F.mse_loss(model(X), Y)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for found, state in answers:
-        assert found == pytest.approx(float(loss.detach()), abs=1e-10)
-        assert_same(state, model.state_dict(), tolerance=1e-10)
+    losses, _, wanted = train_alone(even(), [(X, Y)] * 4, two)
+    for loss, state in answers:
+        near([loss, state], [losses[-1], wanted], atol=1e-10)

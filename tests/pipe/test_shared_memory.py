@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.cuts import WIDTH, Counting, Layers, agree_with_one_process, linear
-from support.parts import Parts
+from support.cuts import WIDTH, Counting, agree_with_one_process, linear
+from support.parts import GIVEN, Parts
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -28,12 +28,8 @@ def chain(*layers: nn.Module, frozen: bool = False) -> nn.Sequential:
     return model
 
 
-class Residual(nn.Module):
+class Residual(Parts, a=linear, act=lambda: nn.ReLU(inplace=True), b=linear, c=linear):
     """In plain torch the skip reads what ReLU wrote."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.act, self.b, self.c = linear(), nn.ReLU(inplace=True), linear(), linear()
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -58,12 +54,8 @@ def test_in_place_changes(make: Callable[[], nn.Module], point: str, recompute: 
     agree_with_one_process(make, cut=[point], recompute=recompute)
 
 
-class SeesThroughAView(nn.Module):
+class SeesThroughAView(Parts, a=linear, act=lambda: nn.ReLU(inplace=True), b=linear, c=linear):
     """`v` is a part of the memory that ReLU changes, and is read after that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.act, self.b, self.c = linear(), nn.ReLU(inplace=True), linear(), linear()
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -103,16 +95,16 @@ class Halves(nn.Module):
         return y, y[:, :4]
 
 
-class ChangesOne(nn.Module):
+class ChangesOne(Parts, act=GIVEN):
     """In plain torch the part reads what ReLU wrote."""
-
-    def __init__(self, *, inplace: bool) -> None:
-        super().__init__()
-        self.act = nn.ReLU(inplace=inplace)
 
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         whole, part = pair
         return self.act(whole) + F.pad(part, (0, WIDTH - 4))
+
+
+def halved(inplace: bool, *between: nn.Module) -> nn.Sequential:
+    return chain(linear(), Halves(), *between, ChangesOne(nn.ReLU(inplace=inplace)), linear())
 
 
 @pytest.mark.thorough(but=["the stage after next"])
@@ -123,24 +115,16 @@ def test_memory_shared_by_two_inputs_is_not_changed_in_place(between: list[nn.Mo
     points = [str(i) for i in range(2, last + 1)]
     message = rf"stage {last - 1} .* input 0 in place, .* memory with its input 1.*Expected"
     with pytest.raises(ValueError, match=message):
-        agree_with_one_process(
-            lambda: chain(linear(), Halves(), *between, ChangesOne(inplace=True), linear()),
-            ranks=last,
-            cut=points,
-        )
-    agree_with_one_process(lambda: chain(linear(), Halves(), ChangesOne(inplace=True), linear()), cut=["3"])
-    agree_with_one_process(lambda: chain(linear(), Halves(), ChangesOne(inplace=False), linear()), cut=["2"])
+        agree_with_one_process(lambda: halved(True, *between), ranks=last, cut=points)
+    agree_with_one_process(lambda: halved(True), cut=["3"])
+    agree_with_one_process(lambda: halved(False), cut=["2"])
 
 
 # --- two tensors of a batch over the same memory ---
 
 
-class Added(nn.Module):
+class Added(Parts, a=linear, act=Doubling, b=linear, changes=""):
     """`changes` works on the first input in place, or on the second one, which nothing reads after that."""
-
-    def __init__(self, changes: str = "") -> None:
-        super().__init__()
-        self.a, self.act, self.b, self.changes = linear(), Doubling(), linear(), changes
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         if self.changes == "between":
@@ -160,17 +144,13 @@ def train_with(model: nn.Module, *batch: Tensor, **options: Any) -> float | None
 
 X, T = torch.randn(4, 2 * WIDTH, generator=torch.Generator().manual_seed(3)).split(WIDTH, 1)
 ALIASED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], str]] = {
-    "between units": (lambda: Added("between"), (X, X, T), "input 0 and input 1 .* changes input 0"),
-    "in a unit": (lambda: Added("unit"), (X, X.view(4, WIDTH), T), "input 0 and input 1 .* changes input 0"),
-    "of no use later": (lambda: Added("last"), (X, X, T), "input 0 and input 1 .* changes input 1"),
-    "the target": (lambda: Added("between"), (X, T, X), "input 0 and the target .* changes input 0"),
+    "between units": (lambda: Added(changes="between"), (X, X, T), "input 0 and input 1 .* changes input 0"),
+    "in a unit": (lambda: Added(changes="unit"), (X, X.view(4, WIDTH), T), "input 0 and input 1 .* changes input 0"),
+    "of no use later": (lambda: Added(changes="last"), (X, X, T), "input 0 and input 1 .* changes input 1"),
+    "the target": (lambda: Added(changes="between"), (X, T, X), "input 0 and the target .* changes input 0"),
     "a chain": (lambda: chain(Doubling(), linear(), linear()), (X, X), "input 0 and the target .* changes input 0"),
     "passed on": (lambda: chain(nn.Identity(), Doubling(), linear()), (X, X), "the target .* changes input 0"),
-    "microbatches": (
-        lambda: chain(Doubling(), linear()),
-        (),
-        "input 0 of microbatch 0 and input 0 of microbatch 1 .* 0",
-    ),
+    "microbatches": (lambda: chain(Doubling(), linear()), (), "of microbatch 0 and input 0 of microbatch 1 .* 0"),
 }
 
 
@@ -190,7 +170,7 @@ def test_a_tensor_that_is_passed_twice_is_not_changed_in_place(
 )
 def test_tensors_that_only_lie_in_one_memory_are_passed(changes: str, batch: tuple[Tensor, ...]) -> None:
     """X and T are columns of one tensor."""
-    model = Added(changes)
+    model = Added(changes=changes)
     loss = train_with(model, *batch)
     assert loss == pytest.approx(F.mse_loss(model(*(x.clone() for x in batch[:2])), batch[2]).item(), rel=1e-5)
 
@@ -198,12 +178,8 @@ def test_tensors_that_only_lie_in_one_memory_are_passed(changes: str, batch: tup
 # --- one buffer on two stages ---
 
 
-class NormTwice(nn.Module):
+class NormTwice(Parts, norm=GIVEN, a=linear, b=linear):
     """A traced model that runs one normalisation at its begin and at its end."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.a, self.b = norm, linear(), linear()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.b(self.a(self.norm(x))))
@@ -217,7 +193,7 @@ class Counts(Parts, calls=lambda: torch.zeros(())):
         return x * self.calls
 
 
-def norm_twice_in_a_row(norm: nn.Module) -> nn.Module:
+def norm_twice(norm: nn.Module) -> nn.Module:
     return nn.Sequential(norm, linear(), linear(), norm)
 
 
@@ -225,9 +201,9 @@ def norm_twice_in_a_row(norm: nn.Module) -> nn.Module:
     ("make", "names"),
     [
         (lambda: NormTwice(nn.BatchNorm1d(WIDTH)), r"'norm\.(running_mean|running_var|num_batches_tracked)'"),
-        (lambda: norm_twice_in_a_row(nn.BatchNorm1d(WIDTH)), r"'0\.(running_mean|running_var|num_batches_tracked)'"),
-        (lambda: norm_twice_in_a_row(nn.BatchNorm1d(WIDTH, affine=False)), "'0\\.running_mean'"),
-        (lambda: norm_twice_in_a_row(Counts()), "'0\\.calls'"),
+        (lambda: norm_twice(nn.BatchNorm1d(WIDTH)), r"'0\.(running_mean|running_var|num_batches_tracked)'"),
+        (lambda: norm_twice(nn.BatchNorm1d(WIDTH, affine=False)), "'0\\.running_mean'"),
+        (lambda: norm_twice(Counts()), "'0\\.calls'"),
     ],
     ids=["traced", "chain", "without parameters", "replaced"],
 )
@@ -237,7 +213,7 @@ def test_a_buffer_that_moves_stands_on_one_stage(make: Callable[[], nn.Module], 
         agree_with_one_process(make)
 
 
-class Smoothed(Layers):
+class Smoothed(Counting):
     """A buffer is replaced in the first layer; the old value, through a view, is read after that."""
 
     mean: Tensor
@@ -245,7 +221,6 @@ class Smoothed(Layers):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.ones(WIDTH))
-        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -266,14 +241,8 @@ def test_a_new_value_of_a_buffer_is_written_where_it_is_made(ranks: int) -> None
     assert pipe.stages_of["mean"] == pipe.stages_of["calls"]
 
 
-class CountsOn(Layers):
+class CountsOn(Counting):
     """A buffer that is changed in place is also a value, which a later layer takes."""
-
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -306,5 +275,5 @@ def test_a_buffer_on_its_way_is_what_it_was(make: Callable[[], nn.Module], ranks
 
 
 def test_a_buffer_that_stands_still_may_be_on_two_stages() -> None:
-    agree_with_one_process(lambda: norm_twice_in_a_row(nn.BatchNorm1d(WIDTH).eval()))
-    agree_with_one_process(lambda: norm_twice_in_a_row(nn.BatchNorm1d(WIDTH)), ranks=1)
+    agree_with_one_process(lambda: norm_twice(nn.BatchNorm1d(WIDTH).eval()))
+    agree_with_one_process(lambda: norm_twice(nn.BatchNorm1d(WIDTH)), ranks=1)

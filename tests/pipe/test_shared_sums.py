@@ -12,10 +12,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import near, train_alone
 from support.inside import ALONE_BYTES, BUCKET_BYTES, SharedSum, buckets_of
 from support.parts import Parts
+from support.plain import batch
 from support.pool import Pool
 from support.records import records
+from support.small import sgd
 from torch import Tensor, nn
 
 from stagewright.comm import Collectives, PeerLost
@@ -50,24 +53,22 @@ def tied_model() -> nn.Sequential:
 
 def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
     """Samples of replica 0 begin above zero in steps 0 and 2, those of replica 1 never."""
-    generator = torch.Generator().manual_seed(10 * step + replica)
-    x, y = (torch.randn(SIZES[step][replica], WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    x, y = batch(10 * step + replica, WIDTH, samples=SIZES[step][replica])
     x[:, 0] = x[:, 0].abs() * (1 if replica == 0 and step != 1 else -1)
     return x, y
 
 
-def make_pipe(loss_fn: Any, **options: Any) -> PipelineModule:
-    settings = {"mesh": {"pipe": 2, "data": 2}, "num_microbatches": 2, "num_chunks": 2, "timeout": 120.0}
-    return PipelineModule(
-        tied_model(),
-        **records(schedule="interleaved", cut=["1", "2", "3"], loss_fn=loss_fn, **(settings | options)),
-    )
+def two_replicas(model: nn.Module) -> PipelineModule:
+    options = records(mesh={"pipe": 1, "data": 2}, num_microbatches=2, loss_fn=F.mse_loss, timeout=120.0)
+    return PipelineModule(model, schedule="1f1b", **options)
 
 
 def through_a_bad_batch() -> list[float | None]:
     """A loss that is not finite in replica 1 stops both alike, sums under way or not; the next batch is as without."""
     replica = torch.distributed.get_rank() % 2
-    pipe = make_pipe(F.mse_loss, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    options: dict[str, Any] = {"mesh": {"pipe": 2, "data": 2}, "num_microbatches": 2, "num_chunks": 2, "timeout": 120.0}
+    options |= {"schedule": "interleaved", "cut": ["1", "2", "3"], "loss_fn": F.mse_loss, "optimizer": sgd}
+    pipe = PipelineModule(tied_model(), **records(**options))
     losses = []
     for step, spoilt in ((0, False), (1, True), (2, False)):
         x, y = batch_of(step, replica)
@@ -86,22 +87,15 @@ def through_a_bad_batch() -> list[float | None]:
 @pytest.mark.thorough
 def test_a_batch_that_is_given_up_leaves_no_sum_behind(gloo: Pool) -> None:
     answers = gloo.run(through_a_bad_batch, ranks=4)
-    model = tied_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in (0, 2):
-        optimizer.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
-        for replica in range(2):
-            x, y = batch_of(step, replica)
-            total = total + F.mse_loss(model(x), y, reduction="sum") / (sum(SIZES[step]) * WIDTH)
-        total.backward()
-        optimizer.step()
-        losses.append(float(total.detach()))
-    wanted = [losses[0], None, losses[1], *(float(value.sum()) for value in model.state_dict().values())]
+
+    def loss_of(model: nn.Module, step: Tensor, _: Tensor) -> Tensor:
+        parts = [batch_of(int(step), replica) for replica in range(2)]  # one after the other: a forward has one branch
+        return torch.stack([F.mse_loss(model(x), y) * len(x) for x, y in parts]).sum() / sum(SIZES[int(step)])
+
+    steps = [(torch.tensor([step]), torch.tensor([step])) for step in (0, 2)]
+    losses, _, state = train_alone(tied_model(), steps, sgd, loss_of=loss_of)
     for answer in answers:
-        assert answer[1] is None
-        assert [x for x in answer if x is not None] == pytest.approx([x for x in wanted if x is not None], abs=1e-11)
+        near(answer, [losses[0], None, losses[1], *(float(value.sum()) for value in state.values())], atol=1e-11)
 
 
 WIDE = 182  # so that a matrix has a bucket of its own
@@ -121,8 +115,7 @@ def wide_model() -> nn.Sequential:
 
 def wide_batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
     """Above zero, but on replica 1 in steps 1 and 2: in step 2 on none."""
-    generator = torch.Generator().manual_seed(10 * step + replica)
-    x, y = (torch.randn(4 + replica, WIDE, generator=generator, dtype=torch.float64) for _ in range(2))
+    x, y = batch(10 * step + replica, WIDE, samples=4 + replica)
     x[:, 0] = x[:, 0].abs() * (-1 if (step, replica) in ((1, 1), (2, 0), (2, 1)) else 1)
     return x, y
 
@@ -142,11 +135,10 @@ def wide_sums() -> list[tuple[dict[str, Tensor | None], list[Any]]]:
         begin(self, *given, **options)
 
     found, model = [], wide_model()
-    options = records(mesh={"pipe": 1, "data": 2}, num_microbatches=2, loss_fn=F.mse_loss, timeout=120.0)
     with (
         mock.patch.object(Collectives, "begin_all_reduce", sums),
         mock.patch.object(SharedSum, "begin", begins),
-        PipelineModule(model, schedule="1f1b", **options) as pipe,
+        two_replicas(model) as pipe,
     ):
         for step in range(5):
             model[2].weight.requires_grad_(step < 4)
@@ -192,8 +184,7 @@ class Twice(Parts, layer=lambda: nn.Linear(WIDE, WIDE)):
 def added_twice(late: bool) -> str:
     torch.manual_seed(0)
     model, x = nn.Sequential(Twice()).double(), torch.randn(4, WIDE, dtype=torch.float64)
-    options = records(mesh={"pipe": 1, "data": 2}, num_microbatches=2, loss_fn=F.mse_loss, timeout=120.0)
-    with PipelineModule(model, schedule="1f1b", **options) as pipe:
+    with two_replicas(model) as pipe:
         for step in range(3):
             Twice.asked = step > 0 or not late
             try:
@@ -225,8 +216,7 @@ def masked_behind(first: int) -> list[str | dict[str, list[float]]]:
 
     model[1].register_full_backward_hook(mask)
     found: list[Any] = []
-    options = records(mesh={"pipe": 1, "data": 2}, num_microbatches=2, loss_fn=F.mse_loss, timeout=120.0)
-    with PipelineModule(model, schedule="1f1b", **options) as pipe:
+    with two_replicas(model) as pipe:
         for step in range(3):  # noqa: B007 - the hook reads it
             try:
                 pipe.forward_backward(x, x)
@@ -260,7 +250,4 @@ def test_large_gradients_have_a_bucket_each() -> None:
     assert buckets_of([*tensors[:1], *doubles]) == [(0,), (1, 2)]
     assert buckets_of(tensors[1:3]) == [(0,)]
     many = [torch.empty(ALONE_BYTES // 8, device="meta")] * (3 * BUCKET_BYTES // ALONE_BYTES)
-    assert [len(bucket) for bucket in buckets_of(many)] == [
-        2 * BUCKET_BYTES // ALONE_BYTES,
-        BUCKET_BYTES // ALONE_BYTES,
-    ]
+    assert [len(bucket) for bucket in buckets_of(many)] == [n * BUCKET_BYTES // ALONE_BYTES for n in (2, 1)]

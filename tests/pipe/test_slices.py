@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.inside import GPT, GPTConfig, profile_model
+from support.parts import GIVEN, Parts
 from support.pool import Pool
 from support.records import records
 from support.sliced import (
@@ -270,12 +271,8 @@ def test_attention_of_other_modules_and_positions_as_an_input() -> None:
     agrees(Heads().double(), mean_loss, tokens, positions, targets, schedule="seq1f1b", num_slices=2, mesh={"pipe": 1})
 
 
-class Shared(nn.Module):
+class Shared(Parts, block=GIVEN, reentrant=None):
     """The same attention twice in a forward; checkpointed, if asked for."""
-
-    def __init__(self, block: nn.Module, *, reentrant: bool | None = None) -> None:
-        super().__init__()
-        self.block, self.reentrant = block, reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):

@@ -8,16 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.parts import Parts
+from support.parts import GIVEN, Parts
 from support.records import records
-from support.sliced import (
-    VOCABULARY,
-    T,
-    batch,
-    chain,
-    gpt,
-    mean_loss,
-)
+from support.sliced import VOCABULARY, T, batch, chain, gpt, mean_loss
 from torch import Tensor, nn
 
 from stagewright import PipelineModule, Slices, first_position
@@ -74,10 +67,7 @@ def by_hand(x: Tensor) -> Tensor:
             ),
             r"attention with a mask of shape \(12, 12\) in Mixer, .* or stagewright.attend",
         ),
-        (
-            lambda: Mixer(by_hand),
-            r"output 0 of stage 0 .* differs over parts of the sequence: for tokens 4 to 8",
-        ),
+        (lambda: Mixer(by_hand), r"output 0 of stage 0 .* differs over parts of the sequence: for tokens 4 to 8"),
         (silent_convolution, "for tokens 4 to 8 of 12 by .* from that of the whole"),
         (lambda: Mixer(lambda x: x.cumsum(1)), "for tokens 4 to 8 of 12"),
         (lambda: Mixer(lambda x: x.flip(1)), "for tokens 0 to 4 of 12"),
@@ -180,12 +170,8 @@ def test_where_the_sequence_stands_must_be_clear(inputs: tuple[Tensor, ...], tar
         pipe.forward_backward(*inputs, target)
 
 
-class Dropped(nn.Module):
+class Dropped(Parts, block=GIVEN):
     """A layer that is left out at random."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.block(x) if not self.training or torch.rand(()) < 0.5 else x

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.alone import near, train_piped
 from support.inside import profile_model
 from support.parts import Parts
 from support.pool import Pool
@@ -23,28 +24,20 @@ Y = torch.randn(8, 2, generator=torch.Generator().manual_seed(1), dtype=torch.fl
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Embedding(11, 4, sparse=True), nn.Flatten(), nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 2)
-    ).double()
+    layers = nn.Embedding(11, 4, sparse=True), nn.Flatten(), nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 2)
+    return nn.Sequential(*layers).double()
 
 
 @stagewright.named
 def optimizers(parameters: list[tuple[str, nn.Parameter]]) -> list[Optimizer | None]:
-    sparse = [p for name, p in parameters if name == "0.weight"]
-    others = [p for name, p in parameters if name != "0.weight"]
+    sparse, others = ([p for name, p in parameters if (name == "0.weight") is wanted] for wanted in (True, False))
     return [SparseAdam(sparse, lr=0.05) if sparse else None, SGD(others, lr=0.1) if others else None]
 
 
 def make(schedule: Any = "1f1b", **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {
-        "loss_fn": nn.functional.mse_loss,
-        "optimizer": optimizers,
-        "schedule": schedule,
-        "example_inputs": (X,),
-    }
-    if isinstance(schedule, str):
-        settings |= {"num_microbatches": 4, "mesh": {"pipe": 2}}
-    return PipelineModule(make_model(), **records(**(settings | options)))
+    settings: dict[str, Any] = {"schedule": schedule, "optimizer": optimizers, "example_inputs": (X,)}
+    settings |= {"num_microbatches": 4, "mesh": {"pipe": 2}} if isinstance(schedule, str) else {}
+    return PipelineModule(make_model(), **records(loss_fn=nn.functional.mse_loss, **(settings | options)))
 
 
 def plain(*, delay: int, max_norm: float | None, steps: int = 4) -> dict[str, Tensor]:
@@ -74,16 +67,20 @@ def plain(*, delay: int, max_norm: float | None, steps: int = 4) -> dict[str, Te
 
 @pytest.mark.thorough(but=["1f1b-0-0.05", "2bw-1-None"])
 @pytest.mark.parametrize("max_norm", [None, 0.05])
-@pytest.mark.parametrize(("schedule", "delay"), [("1f1b", 0), ("interleaved", 0), ("2bw", 1)])
-def test_sparse_gradients_and_their_norm(schedule: str, delay: int, max_norm: float | None) -> None:
-    """Plain PyTorch does not clip them at all."""
+@pytest.mark.parametrize(
+    ("schedule", "delay"),
+    [
+        ("1f1b", 0),
+        ("interleaved", 0),
+        ("2bw", 1),
+        pytest.param(build("1f1b", num_ranks=3, num_microbatches=4, replicas=(2, 1)), 0, id="replicas"),
+    ],
+)
+def test_sparse_gradients_and_their_norm(schedule: Any, delay: int, max_norm: float | None) -> None:
+    """Plain PyTorch does not clip them at all. Replicas in one process add up by themselves."""
     pipe = make(schedule, max_grad_norm=max_norm)
-    for _ in range(4):
-        pipe.train_step(X, Y)
-    pipe.flush()
-    assert pipe.held_bytes() > 0
-    for name, value in plain(delay=delay, max_norm=max_norm).items():
-        assert torch.allclose(pipe.full_state_dict()[name], value, rtol=0, atol=1e-12), name
+    found = train_piped(pipe, [(X, Y)] * 4)
+    near(found.state, plain(delay=delay, max_norm=max_norm))
 
 
 def test_gradients_of_several_calls_add_up() -> None:
@@ -106,6 +103,7 @@ def test_verify(schedule: str) -> None:
 def test_a_checkpoint(tmp_path: Any) -> None:
     pipe = make()
     pipe.train_step(X, Y)
+    assert pipe.held_bytes() > 0
     pipe.save(tmp_path)
     loss = pipe.train_step(X, Y).loss
     other = make("gpipe", mesh={"pipe": 3})
@@ -115,21 +113,12 @@ def test_a_checkpoint(tmp_path: Any) -> None:
 
 def test_the_profiler_steps_with_sparse_gradients() -> None:
     """As under schedule="auto"; SparseAdam takes no others."""
-    profile = profile_model(
-        make_model(), (X,), target=Y, loss_fn=nn.functional.mse_loss, optimizer=optimizers, seconds=0.1
-    )
+    options = {"loss_fn": nn.functional.mse_loss, "optimizer": optimizers, "seconds": 0.1}
+    profile = profile_model(make_model(), (X,), target=Y, **options)
     assert profile.nodes[0].update_seconds > 0
 
 
 # --- sums over ranks ---
-
-
-def test_replicas_in_one_process_add_up_by_themselves() -> None:
-    pipe = make(build("1f1b", num_ranks=3, num_microbatches=4, replicas=(2, 1)))
-    for _ in range(4):
-        pipe.train_step(X, Y)
-    for name, value in plain(delay=0, max_norm=None).items():
-        assert torch.allclose(pipe.full_state_dict()[name], value, rtol=0, atol=1e-12), name
 
 
 MESSAGE = r"module '0' has sparse gradients, and ranks that hold copies of its weight .* Embedding\(..., sparse=False\)"
@@ -139,11 +128,6 @@ def test_replicas_of_a_stream_are_refused() -> None:
     with pytest.raises(ValueError, match=MESSAGE):
         make(build("2bw", num_ranks=3, num_microbatches=4, replicas=(2, 1)))
     make(build("2bw", num_ranks=3, num_microbatches=4, replicas=(1, 2)))
-
-
-def _train(pipe: PipelineModule) -> None:
-    for _ in range(3):
-        pipe.train_step(X, Y)
 
 
 class Tied(Parts, weight=lambda: nn.Parameter(torch.zeros(11, 4))):
@@ -158,7 +142,7 @@ def test_a_sparse_gradient_that_no_module_announces_is_refused_in_a_sum() -> Non
     schedule = build("2bw", num_ranks=3, num_microbatches=4, replicas=(2, 1))
     pipe = PipelineModule(model, schedule=schedule, loss_fn=nn.functional.mse_loss, optimizer=lambda p: SGD(p, lr=0.1))
     with pytest.raises(ValueError, match=r"the gradient of '0.weight' is sparse, and ranks that hold copies of it"):
-        _train(pipe)
+        train_piped(pipe, [(X, Y)] * 3)
 
 
 def _over_processes(replicas: tuple[int, ...]) -> Any:
@@ -166,17 +150,12 @@ def _over_processes(replicas: tuple[int, ...]) -> Any:
         pipe = make(build("1f1b", num_ranks=sum(replicas), num_microbatches=4, replicas=replicas), max_grad_norm=0.05)
     except ValueError as error:
         return str(error)
-    for _ in range(4):
-        pipe.train_step(X, Y)
-    state = pipe.full_state_dict()
-    pipe.close()
-    return state
+    return train_piped(pipe, [(X, Y)] * 4).state
 
 
 @pytest.mark.thorough
 def test_over_processes(gloo: Pool) -> None:
-    states = gloo.run(_over_processes, ranks=3, args=((1, 2),))
-    for name, value in plain(delay=0, max_norm=0.05).items():
-        assert all(torch.allclose(state[name], value, rtol=0, atol=1e-12) for state in states), name
+    for state in gloo.run(_over_processes, ranks=3, args=((1, 2),)):
+        near(state, plain(delay=0, max_norm=0.05))
     answers = gloo.run(_over_processes, ranks=3, args=((2, 1),))
     assert all("module '0' has sparse gradients" in answer for answer in answers)

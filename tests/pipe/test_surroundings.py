@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import near, train_alone, train_piped
+from support.parts import GIVEN, Parts
 from support.pool import Pool
 from support.small import sgd
 from torch import Tensor, nn
@@ -37,12 +39,8 @@ SETTINGS = Settings()
 SETTINGS.scale = 1.0
 
 
-class Layer(nn.Module):
+class Layer(Parts, linear=lambda: nn.Linear(4, 4), scale=GIVEN):
     """A linear layer, times what `scale` finds around it."""
-
-    def __init__(self, scale: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(4, 4), scale
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.linear(x)) * self.scale(x)
@@ -81,16 +79,8 @@ def trains_as_plain(net: Net, lengths: tuple[int, ...] = (3, 3), **options: Any)
     plain = copy.deepcopy(net)
     batches = [batch(length) for length in lengths]
     options = {"mesh": {"pipe": 2}, "num_microbatches": 2, "timeout": 60.0, **options}
-    pipe = PipelineModule(net, loss_fn=F.mse_loss, optimizer=sgd, **options)
-    losses = [pipe.train_step(x, y).loss for x, y in batches]
-    pipe.close()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for (x, y), loss in zip(batches, losses, strict=True):
-        expected = F.mse_loss(plain(x), y)
-        expected.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert loss is None or loss == pytest.approx(expected.item(), rel=1e-12)
+    found = train_piped(PipelineModule(net, loss_fn=F.mse_loss, optimizer=sgd, **options), batches)
+    near(found.losses, train_alone(plain, batches, sgd).losses, rtol=1e-12, atol=0.0)
 
 
 # Around a layer

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import near, train_alone
 from support.inside import Averaging, next_interval
 from support.pool import Pool
 from torch import nn
@@ -131,8 +132,7 @@ def test_replicas_step_alone_and_are_averaged(gloo: Pool, pipe: int, every: int,
     for rank, found in enumerate(gloo.run(train, ranks=2 * pipe * tensor, args=(pipe, every, optimizer, tensor))):
         assert found["losses"] == pytest.approx(losses, rel=tolerance)
         assert found["norms"] == pytest.approx([both[rank // tensor % 2] for both in norms], rel=tolerance)
-        for name, expected in weights.items():
-            torch.testing.assert_close(found["weights"][name], expected, rtol=tolerance, atol=tolerance)
+        near(found["weights"], weights, rtol=tolerance, atol=tolerance)
         count = -(-STEPS // every)
         assert found["averaging"] == (every, count, count * found["bytes"], None)
         assert "state_dict between two averagings" in found["told"]
@@ -143,12 +143,7 @@ def first_gap(skew: float) -> float:
     """How much higher the loss of two models is on each other's next samples, behind seven steps on their own."""
     models = [tied_model() for _ in range(2)]
     for replica, model in enumerate(models):
-        optimizer = OPTIMIZERS["sgd"](list(model.parameters()))
-        for step in range(7):
-            x, y = batch(step, replica, skew=skew, samples=32)
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
+        train_alone(model, (batch(step, replica, skew=skew, samples=32) for step in range(7)), OPTIMIZERS["sgd"])
     first = [[part[:16] for part in batch(7, replica, skew=skew, samples=32)] for replica in range(2)]
     home, abroad = (
         sum(float(F.mse_loss(m(x), y).detach()) for m, (x, y) in zip(models, each, strict=True))

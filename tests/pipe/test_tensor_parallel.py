@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,17 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.alone import near, train_piped
 from support.inside import peers_in_parts
+from support.plain import batch
 from support.pool import Pool
 from support.small import sgd
 from support.tensor_models import WIDTH, WORDS_ALONE, make_batch, make_model, make_pipe
+from support.uneven import NODES, plan_of, stage
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 from stagewright.comm import MeshPlace, ProcessGroupTransport, ProcessMesh, World
-from stagewright.partition import Plan, PlanStage
-from stagewright.schedules import Costs
+from stagewright.partition import Plan
 
 USUAL, ODD = ("pipe", "data", "tensor"), ("tensor", "pipe", "data")
 
@@ -47,7 +49,8 @@ def train(options: dict[str, Any], dropout: float = 0.0) -> dict[str, Any]:
     for axis in reversed(options.get("order", ("pipe", "data", "tensor"))):
         left, at[axis] = divmod(left, options["mesh"].get(axis, 1))
     is_first = at["data"] == at["tensor"] == 0
-    with make_pipe(make_model(0 if is_first else dist.get_rank(), dropout=dropout), **options) as pipe:
+    settings = {"tensor_parallel": WORDS_ALONE} | options
+    with make_pipe(make_model(0 if is_first else dist.get_rank(), dropout=dropout), **settings) as pipe:
         replica = pipe._building.replica[0]
         pipe.build(*make_batch(replica))
         first = pipe.full_state_dict()
@@ -66,34 +69,13 @@ def train(options: dict[str, Any], dropout: float = 0.0) -> dict[str, Any]:
         }
 
 
-def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
-
-
-CASES = {
+PIPE_TENSOR = {"pipe": 2, "tensor": 2}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, {"mesh": {"pipe": 1, "tensor": 2}, "schedule": "1f1b", "tensor_parallel": TORCHS}),
-    "pipe-tensor": (
-        4,
-        {"mesh": {"pipe": 2, "tensor": 2}, "schedule": "1f1b", "tensor_parallel": TORCHS, "verify": True},
-    ),
-    "interleaved": (
-        4,
-        {"mesh": {"pipe": 2, "tensor": 2}, "schedule": "interleaved", "tensor_parallel": WORDS_ALONE, "order": ODD},
-    ),
-    "data-tensor": (
-        4,
-        {
-            "mesh": {"pipe": 1, "data": 2, "tensor": 2},
-            "schedule": "gpipe",
-            "tensor_parallel": WORDS_ALONE,
-            "data_parallel": "fsdp",
-        },
-    ),
-    "2bw": (
-        4,
-        {"mesh": {"pipe": 2, "tensor": 2}, "schedule": "2bw", "tensor_parallel": WORDS_ALONE, "recompute": "full"},
-    ),
+    "pipe-tensor": (4, {"mesh": PIPE_TENSOR, "schedule": "1f1b", "tensor_parallel": TORCHS, "verify": True}),
+    "interleaved": (4, {"mesh": PIPE_TENSOR, "schedule": "interleaved", "order": ODD}),
+    "data-tensor": (4, {"mesh": {"pipe": 1, "data": 2, "tensor": 2}, "schedule": "gpipe", "data_parallel": "fsdp"}),
+    "2bw": (4, {"mesh": PIPE_TENSOR, "schedule": "2bw", "recompute": "full"}),
 }
 
 
@@ -115,33 +97,31 @@ def check(answers: list[dict[str, Any]], options: dict[str, Any]) -> None:
     data = options["mesh"].get("data", 1)
     model = make_model()
     model.load_state_dict(answers[0]["first"])
-    alone_options = {
-        k: v for k, v in options.items() if k not in ("tensor_parallel", "order", "sends", "data_parallel")
-    }
-    alone = make_pipe(model, **alone_options | {"mesh": {"pipe": options["mesh"]["pipe"], "data": data}})
+    left_out = ("tensor_parallel", "order", "sends", "data_parallel")
+    settings = {key: value for key, value in options.items() if key not in left_out}
+    alone = make_pipe(model, **settings | {"mesh": {"pipe": options["mesh"]["pipe"], "data": data}})
     results = []
     for step in range(3):
         columns = zip(*(make_batch(10 * step + replica) for replica in range(data)), strict=True)
-        mixed = [
-            torch.cat([part for group in zip(*(x.tensor_split(4) for x in column), strict=True) for part in group])
-            for column in columns
-        ]
-        results.append(alone.train_step(*mixed))
+        parts = (zip(*(x.tensor_split(4) for x in column), strict=True) for column in columns)
+        results.append(alone.train_step(*(torch.cat([part for group in each for part in group]) for each in parts)))
     results += alone.flush()
     known = {one.loss_step: one for one in results if one.loss is not None}
-    wanted = alone.full_state_dict()
+    losses, norms = [known[step].loss for step in range(3)], [known[step].grad_norm for step in range(3)]
+    wanted = {"losses": losses, "norms": norms, "state": alone.full_state_dict()}
     for answer in answers:
-        assert answer["losses"] == pytest.approx([known[step].loss for step in range(3)], abs=1e-12)
-        assert answer["norms"] == pytest.approx([known[step].grad_norm for step in range(3)], abs=1e-12)
-        assert difference(answer["state"], wanted) < 1e-12
-        assert difference(answer["state"], answers[0]["state"]) == 0.0
+        near(answer, wanted)
+        near(answer["state"], answers[0]["state"], atol=0.0)
         assert answer["stages"] == alone.stage_num_parameters
-    columns = zip(*(make_batch(replica, size=5) for replica in range(data)), strict=True)
     if data == 1:
-        assert answers[0]["eval"] == pytest.approx(alone.eval_step(*map(torch.cat, columns)).loss, abs=1e-12)
+        near(answers[0]["eval"], alone.eval_step(*make_batch(0, size=5)).loss)
     held = sum(answer["held"] for answer in answers) / len(answers)
     whole = sum(p.numel() for p in model.parameters()) / options["mesh"]["pipe"]
     assert held < 0.7 * whole
+
+
+def in_turn(call: Callable[[Any], Any], arguments: tuple[Any, ...]) -> list[Any]:
+    return [call(argument) for argument in arguments]
 
 
 def drop(recompute: Any) -> dict[str, Any]:
@@ -162,21 +142,17 @@ def drop(recompute: Any) -> dict[str, Any]:
     return {"divided": seen["divided"][:4], "whole": seen["whole"][:4], "state": state}
 
 
-def drop_each(recomputes: Any) -> list[dict[str, Any]]:
-    return [drop(recompute) for recompute in recomputes]
-
-
 @pytest.mark.thorough
 def test_masks_are_the_same_where_activations_are_and_others_where_they_are_divided(gloo: Pool) -> None:
     again = ("full", {"blocks.*.mlp": "full", "blocks.*.o": "full"})
-    (one, *runs), (other, *_) = gloo.run(drop_each, ranks=2, args=(("none", *again),))
+    (one, *runs), (other, *_) = gloo.run(in_turn, ranks=2, args=(drop, ("none", *again)))
     assert all(torch.equal(a, b) for a, b in zip(one["whole"], other["whole"], strict=True))
     for a, b in zip(one["divided"], other["divided"], strict=True):
         assert 0.3 < float((a == 0).double().mean()) < 0.7
         assert 0.3 < float(((a == 0) == (b == 0)).double().mean()) < 0.7
-    assert difference(one["state"], other["state"]) == 0.0
     assert len(runs) == 2
-    assert all(difference(run["state"], one["state"]) == 0.0 for run in runs)
+    for run in (other, *runs):
+        near(run["state"], one["state"], atol=0.0)
 
 
 def count_bytes(sends: str) -> tuple[dict[str, int], Any]:
@@ -200,43 +176,30 @@ def count_bytes(sends: str) -> tuple[dict[str, int], Any]:
         ProcessGroupTransport.send = send  # type: ignore[method-assign]
 
 
-def count_both() -> list[Any]:
-    return [count_bytes("whole"), count_bytes("parts")]
-
-
 @pytest.mark.thorough
 def test_sends_in_parts_carry_half_of_what_both_members_hold(gloo: Pool) -> None:
-    for (all_of_it, state), (half, same) in gloo.run(count_both, ranks=4):
+    for (all_of_it, state), (half, same) in gloo.run(in_turn, ranks=4, args=(count_bytes, ("whole", "parts"))):
         assert half["ACT"] * 2 == all_of_it["ACT"] > 0
         assert half["GRAD"] * 2 == all_of_it["GRAD"] > 0
         assert half.get("LOSS") == all_of_it.get("LOSS")
-        assert difference(same, state) == 0.0
+        near(same, state, atol=0.0)
 
 
-def cut_in_between() -> tuple[list[float | None], dict[str, Tensor]]:
+def cut_in_between() -> list[Any]:
     """A chain that is cut between a column and its row, and behind a skip of what is divided."""
     torch.manual_seed(5)
     chain = nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH), nn.Tanh()).double()
     divided = {"0": "column", "2": "row"} if dist.is_initialized() else None
-    with make_pipe(
-        chain,
-        mesh={"pipe": 2, "tensor": 2 if divided else 1},
-        tensor_parallel=divided,
-        sends="parts",
-        cut=["2"],
-        loss_fn=F.mse_loss,
-    ) as pipe:
-        generator = torch.Generator().manual_seed(1)
-        x, y = (torch.randn(8, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
-        return [pipe.train_step(x, y).loss for _ in range(3)], pipe.full_state_dict()
+    mesh, options = {"pipe": 2, "tensor": 2 if divided else 1}, {"sends": "parts", "cut": ["2"], "loss_fn": F.mse_loss}
+    found = train_piped(make_pipe(chain, mesh=mesh, tensor_parallel=divided, **options), [batch(1, WIDTH)] * 3)
+    return [found.losses, found.state]
 
 
 @pytest.mark.thorough
 def test_a_part_at_the_end_of_a_stage_travels_as_it_is(gloo: Pool) -> None:
-    losses, state = cut_in_between()
-    for found, same in gloo.run(cut_in_between, ranks=4):
-        assert found == pytest.approx(losses, abs=1e-12)
-        assert difference(same, state) < 1e-12
+    wanted = cut_in_between()
+    for found in gloo.run(cut_in_between, ranks=4):
+        near(found, wanted)
 
 
 class Hosts:
@@ -260,41 +223,26 @@ def test_parts_go_between_hosts() -> None:
         make_pipe(make_model(), sends="half")
 
 
-def train_a_plan(plan: Plan) -> tuple[list[float | None], dict[str, Tensor], tuple[int, ...]]:
+def train_a_plan(plan: Plan) -> tuple[list[float | None], dict[str, Tensor], int]:
     """A plan that splits tensors, by what "auto" finds; all processes pass the same batch."""
-    with make_pipe(make_model(), num_microbatches=None, plan=plan, optimizer=sgd) as pipe:
-        losses = [pipe.train_step(*make_batch(step)).loss for step in range(3)]
-        return losses, pipe.full_state_dict(), tuple(p.numel() for p in pipe.parameters())
+    pipe = make_pipe(make_model(), num_microbatches=None, plan=plan, optimizer=sgd)
+    losses, _, state = train_piped(pipe, map(make_batch, range(3)))
+    return losses, state, sum(p.numel() for p in pipe.parameters())
 
 
-def plan_of(*ranks: tuple[int, ...], num_devices: int) -> Plan:
-    """Two stages on these ranks, in groups of 2."""
-    nodes = (("embed", "blocks.0"), ("blocks.1", "norm", "head"))
-    stages = [PlanStage(nodes=n, ranks=r, tensor=2, step_seconds=3.0) for n, r in zip(nodes, ranks, strict=True)]
-    return Plan(
-        stages=tuple(stages),
-        costs=Costs(forward=1.0, backward=2.0),
-        num_devices=num_devices,
-        cost_model="default",
-        bottleneck=3,
-        bound=3,
-        schedule="1f1b",
-        num_microbatches=4,
-    )
-
-
-def check_plan(answers: list[Any]) -> None:
-    alone = make_pipe(make_model(), mesh={"pipe": 2}, optimizer=sgd)
-    losses, whole = [alone.train_step(*make_batch(step)).loss for step in range(3)], alone.full_state_dict()
-    for found, state, sizes in answers:
-        assert found == pytest.approx(losses, abs=1e-12)
-        assert difference(state, whole) < 1e-12
-        assert sum(sizes) < sum(p.numel() for p in make_model().parameters()) / 2
-
-
-@pytest.mark.thorough
-def test_a_plan_that_splits_tensors_runs(gloo: Pool) -> None:
-    check_plan(gloo.run(train_a_plan, ranks=4, args=(plan_of((2, 3), (0, 1), num_devices=4),)))
+@pytest.mark.thorough(but=["4"])
+@pytest.mark.parametrize(
+    ("processes", "ranks"),
+    [(4, ((2, 3), (0, 1))), pytest.param(8, ((2, 3, 4, 5, 6, 7), (0, 1)), marks=pytest.mark.nightly)],
+    ids=["4", "8"],
+)
+def test_a_plan_that_splits_tensors_runs(gloo: Pool, processes: int, ranks: tuple[tuple[int, ...], ...]) -> None:
+    """Three replicas of two processes, and one, on eight of them."""
+    plan = plan_of(*(stage(nodes, *own, tensor=2) for nodes, own in zip(NODES[2], ranks, strict=True)))
+    wanted = train_piped(make_pipe(make_model(), mesh={"pipe": 2}, optimizer=sgd), map(make_batch, range(3)))
+    for losses, state, size in gloo.run(train_a_plan, ranks=processes, args=(plan,)):
+        near([losses, state], [wanted.losses, wanted.state])
+        assert size < sum(p.numel() for p in make_model().parameters()) / 2
 
 
 @pytest.mark.nightly
@@ -313,10 +261,3 @@ def test_eight_processes(gloo: Pool, schedule: str, order: tuple[str, ...]) -> N
         "timeout": 120.0,
     }
     check(gloo.run(train, ranks=8, args=(options,)), options)
-
-
-@pytest.mark.nightly
-def test_unequal_replicas_of_tensor_groups(gloo: Pool) -> None:
-    """Three replicas of two processes, and one."""
-    plan = plan_of((2, 3, 4, 5, 6, 7), (0, 1), num_devices=8)
-    check_plan(gloo.run(train_a_plan, ranks=8, args=(plan,)))

@@ -14,8 +14,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from support.alone import Alone, train_alone
+from support.alone import train_alone, train_piped
 from support.inside import GPT, GPTConfig, profile_model
+from support.models import token_loss
+from support.plain import batch
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
@@ -39,47 +41,24 @@ def make_model(*, frozen: str = "") -> nn.Sequential:
     return model
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    x, y = (torch.randn(2 * MICROBATCHES, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
-    return x, y
-
-
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
-def by_hand(*, delay: int, frozen: str, max_grad_norm: float) -> Alone:
-    """One process, the gradient of each step taken at the weights of `delay` steps before it."""
-    model = make_model(frozen=frozen)
-    return train_alone(model, map(batch, range(STEPS)), optimizer_of, delay=delay, clip=max_grad_norm)
-
-
 def differences(options: dict[str, Any], frozen: str = "") -> list[str]:
-    """Where a pipeline departs from `by_hand`; on every rank, where there are processes."""
-    clip = {"max_grad_norm": 0.05}
-    pipe = PipelineModule(
-        make_model(frozen=frozen),
-        **records(
-            loss_fn=F.mse_loss,
-            optimizer=optimizer_of,
-            example_inputs=batch(0)[:1],
-            timeout=120.0,
-            **({"num_microbatches": MICROBATCHES} | clip | options),
-        ),
-    )
+    """Where a pipeline departs from one process; on every rank, where there are processes."""
+    settings: dict[str, Any] = {"num_microbatches": MICROBATCHES, "max_grad_norm": 0.05, "timeout": 120.0}
+    settings |= {"loss_fn": F.mse_loss, "optimizer": optimizer_of, "example_inputs": batch(0, WIDTH)[:1]} | options
+    pipe = PipelineModule(make_model(frozen=frozen), **records(**settings))
     num_replicas = options["mesh"].get("data", 1) if pipe.world.distributed else 1
     replica = pipe.rank % num_replicas
-    norms = []
-    for step in range(STEPS):
-        result = pipe.train_step(*(x.chunk(num_replicas)[replica] for x in batch(step)))
-        norms += [result.grad_norm] if result.loss_step is not None else []
-    norms += [result.grad_norm for result in pipe.flush()]
-    found = pipe.full_state_dict()
-    pipe.close()
-    _, expected, wanted = by_hand(delay=int(options.get("schedule") == "2bw"), frozen=frozen, **clip)
-    wrong = [name for name, value in wanted.items() if not torch.allclose(found[name], value, rtol=0, atol=1e-12)]
-    return wrong if norms[-1] == pytest.approx(expected[-1], abs=1e-12) else [*wrong, f"norms {norms} {expected}"]
+    batches = [[x.chunk(num_replicas)[replica] for x in batch(step, WIDTH)] for step in range(STEPS)]
+    found = train_piped(pipe, batches)
+    delay, whole = int(options.get("schedule") == "2bw"), (batch(step, WIDTH) for step in range(STEPS))
+    wanted = train_alone(make_model(frozen=frozen), whole, optimizer_of, delay=delay, clip=0.05)
+    wrong = [n for n, x in wanted.state.items() if not torch.allclose(found.state[n], x, rtol=0, atol=1e-12)]
+    norms = found.norms, wanted.norms
+    return wrong if norms[0][-1] == pytest.approx(norms[1][-1], abs=1e-12) else [*wrong, f"norms {norms}"]
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -114,10 +93,6 @@ def model() -> GPT:
     return GPT(GPTConfig(vocabulary=600, length=8, layers=4, width=128, heads=2, tied=True))
 
 
-def loss(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
 def profile() -> Profile:
     """Measured, but for seconds, which no plan here may depend on."""
     found = profile_model(model(), (torch.randint(600, (1, 8)),), repetitions=1, seconds=0.1)
@@ -131,7 +106,9 @@ def planned(ranks: int, **options: Any) -> Plan:
 
 def run(found: Plan) -> tuple[list[int], dict[int, float]]:
     """One step on this rank: bytes of gradients in each sum over ranks, weights that its stages hold [bytes]."""
-    pipe = PipelineModule(model(), schedule=found, loss_fn=loss, optimizer=torch.optim.SGD, example_inputs=(inputs(),))
+    pipe = PipelineModule(
+        model(), schedule=found, loss_fn=token_loss, optimizer=torch.optim.SGD, example_inputs=(inputs(),)
+    )
     sums, plain = [], Collectives.begin_all_reduce
 
     def counted(self: Collectives, tensor: Tensor, **more: Any) -> Callable[[], None]:
@@ -185,7 +162,7 @@ def of_layers(change: Callable[[nn.Sequential], object]) -> PipelineModule:
         layer[0] = nn.Linear(WIDTH, WIDTH).double()  # none is tied
     change(model)
     return PipelineModule(
-        model, loss_fn=F.mse_loss, optimizer=optimizer_of, mesh={"pipe": 2}, example_inputs=(batch(0)[0],)
+        model, loss_fn=F.mse_loss, optimizer=optimizer_of, mesh={"pipe": 2}, example_inputs=(batch(0, WIDTH)[0],)
     )
 
 
@@ -239,7 +216,7 @@ def _shared_over_processes() -> None:
         with pytest.raises(ValueError, match=message):
             of_layers(change)
     for change in (flat, frozen_tables, columns, two_types):
-        of_layers(change).train_step(*batch(0))
+        of_layers(change).train_step(*batch(0, WIDTH))
 
 
 @pytest.mark.thorough
@@ -251,4 +228,4 @@ def test_two_tensors_over_one_memory_on_two_stages_are_refused_over_processes(gl
 
 @pytest.mark.parametrize("sharing", [*SHARING.values(), flat, frozen_tables])
 def test_in_one_process_they_share_it_as_ever(sharing: Any) -> None:
-    of_layers(sharing).train_step(*batch(0))
+    of_layers(sharing).train_step(*batch(0, WIDTH))

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.alone import near
+from support.plain import batch
 from support.pool import Pool
+from support.reference import gradients
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -44,8 +47,7 @@ class Model(nn.Module):
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return tuple(torch.randn(8, n, generator=generator, dtype=torch.float64) for n in (6, 2))  # type: ignore[return-value]
+    return batch(1, samples=8, out=2)
 
 
 def stage_module(index: int, num_stages: int) -> nn.Module:
@@ -76,16 +78,7 @@ def theirs(kind: Any, num_stages: int) -> tuple[float | None, Grads]:
     last = {"target": y, "losses": losses} if rank == size - 1 else {}
     schedule.step(*inputs, **last)
     loss = torch.stack(losses).mean().item() if losses else None
-    return loss, grads([stage.submod for stage in stages])
-
-
-def grads(modules: list[nn.Module]) -> Grads:
-    return {
-        name: parameter.grad.clone()
-        for module in modules
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None
-    }
+    return loss, {name: x for stage in stages for name, x in gradients(stage.submod).items()}
 
 
 def ours(kind: Any, num_stages: int) -> tuple[float | None, Grads]:
@@ -97,7 +90,7 @@ def ours(kind: Any, num_stages: int) -> tuple[float | None, Grads]:
     loss = pipe.forward_backward(x, y).loss
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the other stages' gradients, which are None here
-        return loss, grads([model])
+        return loss, gradients(model)
 
 
 @pytest.mark.thorough(but=["ScheduleGPipe-2"])
@@ -113,7 +106,7 @@ def test_a_script_that_moves_over_trains_equally(gloo: Pool, kind: Any, num_stag
     assert after[1][0] == after[0][0]
     for (_, expected), (_, found) in zip(before, after, strict=True):
         assert found.keys() == expected.keys()
-        assert all(torch.allclose(found[name], x, rtol=0, atol=1e-14) for name, x in expected.items())
+        near(found, expected, atol=1e-14)
 
 
 def train(model: Any, **options: Any) -> float | None:
@@ -125,6 +118,12 @@ def stage(module: nn.Module | None, index: int, num_stages: int) -> Any:
     """A PipelineStage without a process group."""
     made = object.__new__(PipelineStage)
     made.submod, made.stage_index, made.num_stages = module, index, num_stages  # type: ignore[assignment]
+    return made
+
+
+def schedule() -> Any:
+    made = object.__new__(ScheduleGPipe)
+    made._n_microbatches = 3
     return made
 
 
@@ -160,9 +159,3 @@ def test_what_torch_made_is_taken() -> None:
 def test_what_cannot_be_taken_says_what_to_type(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def schedule() -> Any:
-    made = object.__new__(ScheduleGPipe)
-    made._n_microbatches = 3
-    return made

@@ -29,6 +29,12 @@ def read(*folders: Path) -> tuple[MeasuredStep, ...]:
     return traces.steps
 
 
+def train(pipe: Any, tracer: Any, steps: int) -> None:
+    for _ in range(steps):
+        pipe.train_step(X, Y)
+        tracer.step()
+
+
 def test_a_traced_step_is_the_timeline_of_its_result(tmp_path: Path) -> None:
     pipe = make()
     results = []
@@ -111,9 +117,7 @@ def test_waits_for_data_are_a_cause_of_their_own(tmp_path: Path, is_stream: bool
 def test_windows_of_a_stream(tmp_path: Path) -> None:
     pipe = stream()
     with pipe.tracer(tmp_path, every=4) as tracer:
-        for _ in range(8):
-            pipe.train_step(X, Y)
-            tracer.step()
+        train(pipe, tracer, 8)
         pipe.flush()
     steps = read(tmp_path)
     assert [step.number for step in steps] == [3, 7]
@@ -137,25 +141,21 @@ def test_distances_that_cannot_be_meant(tmp_path: Path, every: TraceEvery) -> No
 def test_a_run_that_goes_on_goes_on_in_its_file_and_a_new_one_begins_it_anew(tmp_path: Path) -> None:
     first = make()
     with first.tracer(tmp_path / "run", every=1) as tracer:
-        for step in range(6):
-            first.train_step(X, Y)
-            tracer.step()
-            if step == 3:
-                first.save(tmp_path / "checkpoint")
+        train(first, tracer, 4)
+        first.save(tmp_path / "checkpoint")
+        train(first, tracer, 2)
     path = tmp_path / "run" / "trace.rank0.jsonl"
     path.write_bytes(path.read_bytes()[:-40])  # the process was killed while it wrote step 5
     second = make()
     second.load(tmp_path / "checkpoint")
     with second.tracer(tmp_path / "run", every=1) as tracer:
-        second.train_step(X, Y)
-        tracer.step()
+        train(second, tracer, 1)
     traces = read_traces([path])
     assert [step.number for step in traces.steps] == [3, 4]
     assert [note.partition(": ")[2] for note in traces.notes] == ["cut off, or no line of a trace; left out"]
     third = make()
     with third.tracer(tmp_path / "run") as tracer:
-        third.train_step(X, Y)
-        tracer.step()
+        train(third, tracer, 1)
     assert [step.number for step in read(tmp_path / "run")] == [0]
 
 
@@ -165,9 +165,7 @@ def test_a_file_that_is_full_or_cannot_be_written_ends_the_trace_alone(
     pipe = make()
     monkeypatch.setattr(tracer_file, "_MOST_BYTES", 5000)
     with pipe.tracer(tmp_path / "full", every=1) as tracer:
-        for _ in range(30):
-            pipe.train_step(X, Y)
-            tracer.step()
+        train(pipe, tracer, 30)
     traces = read_traces(find_traces([tmp_path / "full"]))
     (note,) = traces.notes
     assert note.endswith(f"is full: no step after {traces.steps[-1].number} is traced")
@@ -194,9 +192,7 @@ def traced_over_hosts(root: str) -> None:
         monkeypatch.setattr(HostClock, "stamp", lambda self: time.perf_counter() + AHEAD[rank])
         monkeypatch.setattr(building, "machine", lambda: "ab"[AHEAD[rank] > 0])
         with make(mesh={"pipe": 3}) as pipe, pipe.tracer(os.path.join(root, "ab"[AHEAD[rank] > 0]), every=1) as tracer:
-            for _ in range(5):
-                pipe.train_step(X, Y)
-                tracer.step()
+            train(pipe, tracer, 5)
 
 
 def test_hosts_with_folders_of_their_own(gloo: Pool, tmp_path: Path) -> None:

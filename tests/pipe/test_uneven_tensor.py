@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.alone import train_alone
+from support.alone import near, train_alone
 from support.grids import nightly
+from support.parts import Parts
 from support.pool import Pool
 from support.tensor_models import WIDTH, loss_fn, make_batch, make_model, make_pipe
 from support.uneven import in_a_row, plan_of, stage
@@ -50,12 +51,6 @@ def train_plain(optimizer: str = "sgd") -> dict[str, Any]:
     return found._asdict() | {"eval": loss_fn(model(x), y).item()}
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-12) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance)
-
-
 # The weight of embedding and head is on stages with groups of equal sizes in 1-2-1, and of different ones elsewhere.
 CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
     "2-1": (in_a_row(2, 1), {"verify": True}),
@@ -91,9 +86,7 @@ def test_it_equals_one_process(gloo: Pool, case: str) -> None:
     wanted = train_plain(options.get("optimizer", "sgd"))
     tolerance = 1e-10 if "optimizer" in options else 1e-12
     for found in gloo.run(train, ranks=plan.num_devices, args=(plan,), kwargs=options):
-        for what in ("losses", "norms", "eval"):
-            assert found[what] == pytest.approx(wanted[what], abs=tolerance), what
-        assert_same(found["state"], wanted["state"], tolerance)
+        near(found, wanted, atol=tolerance)
         assert found["makespan"] > 0.0
 
 
@@ -125,22 +118,18 @@ def test_masks_are_those_of_one_process_and_checkpoints_go_from_plan_to_plan(glo
     alone = drop(mesh={"pipe": 1})
     losses = [alone.train_step(*make_batch(step)).loss for step in range(3)]
     for found, state in gloo.run(drop_over_plans, ranks=4, args=(str(tmp_path),)):
-        assert found == pytest.approx(losses, abs=1e-10)
-        assert_same(state, alone.full_state_dict(), 1e-10)
+        near([found, state], [losses, alone.full_state_dict()], atol=1e-10)
 
 
 # --- what goes past a stage ---
 
 
-class Skips(nn.Module):
-    """Three MLPs; integers and an activation go past the one in the middle."""
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = (
-            nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH)) for _ in range(3)
-        )
-        self.embed = nn.Embedding(5, WIDTH)
+
+class Skips(Parts, first=mlp, middle=mlp, last=mlp, embed=lambda: nn.Embedding(5, WIDTH)):
+    """Three MLPs; integers and an activation go past the one in the middle."""
 
     def forward(self, x: Tensor, words: Tensor) -> Tensor:
         h = self.first(x)
@@ -167,11 +156,10 @@ SKIPS = ("first.0 first.2", "middle.0 middle.2", "last.0 last.2 embed")
 
 
 def test_skips_and_integers(gloo: Pool) -> None:
-    losses, state = skip({"mesh": {"pipe": 1}})
+    wanted = skip({"mesh": {"pipe": 1}})
     options = {"plan": in_a_row(2, 1, 1, nodes=SKIPS), "num_microbatches": None, "verify": True}
-    for found, same in gloo.run(skip, ranks=4, args=(options,)):
-        assert found == pytest.approx(losses, abs=1e-12)
-        assert_same(same, state)
+    for found in gloo.run(skip, ranks=4, args=(options,)):
+        near(found, wanted)
 
 
 class Heads(nn.Module):
@@ -197,23 +185,17 @@ def attend(options: dict[str, Any]) -> tuple[list[float | None], dict[str, Tenso
 
 @pytest.mark.thorough
 def test_programs_may_differ_with_the_size_of_the_group(gloo: Pool) -> None:
-    losses, state = attend({"mesh": {"pipe": 1}})
+    wanted = attend({"mesh": {"pipe": 1}})
     options = {"plan": in_a_row(2, 1, nodes=("q k v o", "last")), "num_microbatches": None}
-    for found, same in gloo.run(attend, ranks=3, args=(options,)):
-        assert found == pytest.approx(losses, abs=1e-12)
-        assert_same(same, state)
+    for found in gloo.run(attend, ranks=3, args=(options,)):
+        near(found, wanted)
 
 
 # --- what is refused ---
 
 
-class Twice(nn.Module):
+class Twice(Parts, mlp=mlp, middle=lambda: nn.Linear(WIDTH, WIDTH)):
     """One MLP in two places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
-        self.middle = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.mlp(self.middle(self.mlp(x)))
@@ -227,11 +209,7 @@ def refuse() -> list[str]:
     cases: list[tuple[nn.Module, Plan, Any]] = [
         (make_model(), in_a_row(1, 2, schedule="2bw"), None),
         (make_model(), in_a_row(1, 2), {"blocks.*.mlp.upp": "column"}),
-        (
-            nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH)).double(),
-            in_a_row(2, 1, nodes=("0 1", "2")),
-            columns,
-        ),
+        (mlp().double(), in_a_row(2, 1, nodes=("0 1", "2")), columns),
         (
             Twice().double(),
             in_a_row(1, 2, nodes=("mlp.0 mlp.2 middle", "mlp.0#2 mlp.2#2")),
@@ -244,7 +222,7 @@ def refuse() -> list[str]:
         with pytest.raises(ValueError, match="xpected") as error:
             make_pipe(model, num_microbatches=None, plan=plan, tensor_parallel=divided).build(*batch)
         told.append(str(error.value))
-        assert_same(model.state_dict(), before)
+        near(model.state_dict(), before, atol=0.0)
     words, plan = torch.ones(8, dtype=torch.long), in_a_row(1, 2, nodes=(f"{SKIPS[0]} {SKIPS[1]}", SKIPS[2]))
     told_of_inputs = pytest.raises(ValueError, match=r"a batch that wants gradients .* or a tensor group divide it")
     with make_pipe(Skips().double(), num_microbatches=None, plan=plan, loss_fn=F.mse_loss) as pipe, told_of_inputs:
@@ -267,17 +245,13 @@ DIVIDED = {"up": "column", "down": "row"}
 
 
 class Ranked(nn.Module):
-    """A model that its processes may make otherwise.
-
-    Arguments:
-        parts: in the order of its forward.
-        scale: of what comes out.
-    """
+    """A model that its processes may make otherwise: its parts in another order, its output on another scale."""
 
     def __init__(self, parts: str = "one two", scale: float = 1.0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.down, self.one, self.two = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH), *_squares(2)
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.one, self.two = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.parts, self.scale = parts.split(), scale
 
     def forward(self, x: Tensor) -> Tensor:
@@ -285,10 +259,6 @@ class Ranked(nn.Module):
         summands = {name: getattr(self, name)(h) for name in self.parts}
         made: Tensor = (summands["one"] + summands["two"]) * self.scale
         return made
-
-
-def _squares(count: int) -> list[nn.Linear]:
-    return [nn.Linear(WIDTH, WIDTH) for _ in range(count)]
 
 
 def _train(model: nn.Module, **options: Any) -> list[float | None]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 import traceback
+import types
+from collections import UserList
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.parts import Parts
+from support import small
+from support.alone import near
+from support.parts import GIVEN, Parts
 from support.plain import (
     MICROBATCHES,
     STEPS,
@@ -28,6 +33,7 @@ from support.plain import (
     sgd,
 )
 from support.reference import mix
+from support.small import X, Y, layers, make
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -83,12 +89,8 @@ def test_shapes_that_follow_from_values_are_refused_where_they_travel() -> None:
 # --- random numbers of all three kinds ---
 
 
-class Draws(nn.Module):
+class Draws(Parts, linear=linear, strength=1.0):
     """Augments with all three generators, as much as `strength` says."""
-
-    def __init__(self, strength: float = 1.0) -> None:
-        super().__init__()
-        self.linear, self.strength = linear(), strength
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -171,9 +173,7 @@ def test_random_numbers_of_any_kind_are_the_same_on_any_cut(options: dict[str, A
 
     model, found = piped(drawing, check, loss_fn=noisy_loss, **options)
     check(model, STEPS)
-    assert found == pytest.approx(losses, abs=1e-12)
-    for name, tensor in model.state_dict().items():
-        assert torch.allclose(tensor, wanted.state_dict()[name], rtol=0, atol=1e-12), name
+    near([found, model.state_dict()], [losses, wanted.state_dict()])
     assert sum(m.dropped for m in model.modules() if isinstance(m, LayerDrop)) == (
         sum(m.dropped for m in wanted.modules() if isinstance(m, LayerDrop)) * (2 if options.get("recompute") else 1)
     )
@@ -214,12 +214,8 @@ def test_a_unit_that_begins_to_draw_later_is_seeded_from_the_next_batch_on(recom
 # --- what decides whether anything wants a gradient ---
 
 
-class Sometimes(nn.Module):
+class Sometimes(Parts, linear=linear, decide=GIVEN, uses=False, count=0):
     """All of a stage's parameters are used in some microbatches alone."""
-
-    def __init__(self, decide: Callable[[Any, Tensor], bool]) -> None:
-        super().__init__()
-        self.linear, self.decide, self.uses, self.count = linear(), decide, False, 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
@@ -244,9 +240,7 @@ def test_what_is_used_now_and_then_is_trained_then(decide: Callable[[Any, Tensor
 
     wanted, losses = by_hand(make, F.mse_loss)
     model, found = piped(make, recompute=recompute, mesh={"pipe": 3}, cut=["1", "2"])
-    assert found == pytest.approx(losses, abs=1e-12)
-    for name, tensor in model.state_dict().items():
-        assert torch.allclose(tensor, wanted.state_dict()[name], rtol=0, atol=1e-12), name
+    near([found, model.state_dict()], [losses, wanted.state_dict()])
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -263,7 +257,7 @@ def test_what_is_used_later_by_an_attribute_is_refused(decide: Callable[[Any, Te
         piped(lambda: nn.Sequential(Sometimes(decide), linear()), use, recompute=recompute, cut=["1"])
 
 
-class Failing(Parts, layer=lambda: nn.Linear(8, 8), is_broken=False):
+class Failing(Parts, layer=linear, is_broken=False):
     """Raises an error of its own in the real run, from a function of its own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -281,15 +275,8 @@ def test_an_error_of_the_users_code_shows_that_code_and_none_of_ours(
 ) -> None:
     monkeypatch.setenv("STAGEWRIGHT_TRACEBACK", "full" if whole else "")
     failing = Failing()
-    pipe = PipelineModule(
-        nn.Sequential(failing, nn.Linear(8, 8)),
-        mesh={"pipe": 2},
-        num_microbatches=2,
-        loss_fn=nn.functional.mse_loss,
-        optimizer=torch.optim.SGD,
-        verify=False,
-    )
-    batch = torch.randn(4, 8), torch.randn(4, 8)
+    pipe = make(model=nn.Sequential(failing, layers(1)), optimizer=torch.optim.SGD, verify=False)
+    batch = X, Y
     pipe.train_step(*batch)
     failing.is_broken = True
     for call, kind in ((pipe.train_step, KeyError), (pipe.eval_step, ValueError)):
@@ -306,3 +293,83 @@ def test_an_error_of_the_users_code_shows_that_code_and_none_of_ours(
         pipe.predict(torch.randn(4, 7))  # no frame of the user's is below ours: all of them stay
     files = [frame.filename for frame in traceback.extract_tb(by_torch.value.__traceback__)]
     assert any(file.endswith("pipe/module.py") for file in files)
+
+
+class Doubled(torch.autograd.Function):
+    """Recording listens to these, whoever calls them."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class Noisy(Parts, first=lambda: layers(2), last=lambda: layers(2), drop=lambda: nn.Dropout(0.5)):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(Doubled.apply(torch.tanh(self.first(x)))))
+
+
+def losses(model: nn.Module, seed: int) -> list[float]:
+    pipe: PipelineModule = make(model=model, seed=seed, example_inputs=None)
+    return [pipe.train_step(X, Y).loss for _ in range(4)]
+
+
+@pytest.mark.thorough
+def test_pipelines_in_threads_train_as_one_after_the_other() -> None:
+    torch.manual_seed(0)
+    models = [[Noisy() for _ in range(4)] for _ in range(2)]
+    for one, other in zip(*models, strict=True):
+        other.load_state_dict(one.state_dict())
+    expected = [losses(model, seed) for seed, model in enumerate(models[0])]
+    found: dict[int, list[float]] = {}
+    stop, mine = threading.Event(), torch.ones(2, small.WIDTH, requires_grad=True)
+
+    def run(seed: int) -> None:
+        found[seed] = losses(models[1][seed], seed)
+
+    def plain() -> None:  # a thread of the user's own, beside
+        while not stop.is_set():
+            Doubled.apply(mine)
+
+    beside = threading.Thread(target=plain)
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in (beside, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    beside.join()
+    assert [found.get(seed) for seed in range(4)] == expected
+
+
+class Peeking(Parts, first=lambda: layers(2), last=lambda: layers(2)):
+    """Its forward keeps what a thread holds that has entered Function.apply now, and goes on when all is over."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        apply = torch.autograd.Function.__dict__["apply"].__func__
+        ENTERED.append(types.FunctionType(apply.__code__, apply.__globals__, "apply", None, apply.__closure__))
+        return self.last(Doubled.apply(self.first(x)))
+
+
+ENTERED: UserList[Any] = UserList()  # functions of the code that stood in; a plain list would be put back
+
+
+@pytest.mark.thorough(but=["False"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_thread_that_entered_a_custom_function_while_a_model_was_recorded_goes_on_behind_it(again: bool) -> None:
+    ENTERED.clear()
+    plain = torch.autograd.Function.__dict__["apply"].__func__.__code__
+    make(model=Peeking(), example_inputs=None).train_step(X, Y)
+    if again:
+        make(model=Peeking(), example_inputs=None).train_step(X, Y)
+    assert torch.autograd.Function.__dict__["apply"].__func__.__code__ is plain
+    x = torch.ones(2, requires_grad=True)
+    entered = [apply for apply in ENTERED if apply.__code__ is not plain]
+    assert entered
+    for apply in entered:
+        apply(Doubled, x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((2,), 2.0 * len(entered)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.parts import Parts
+from support.parts import GIVEN, Parts
 from support.plain import MICROBATCHES, STEPS, WIDTH, agree, batch, between_layers, linear, piped
 from support.small import make
 from torch import Tensor, nn
@@ -17,12 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from stagewright.pipe import PipelineModule
 
 
-class Calls(nn.Module):
+class Calls(Parts, linear=linear, function=GIVEN):
     """A module from a function of its linear layer and its input."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear, self.function = linear(), function
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self, x)
@@ -208,12 +204,8 @@ def test_a_sparse_tensor_within_a_stage_is_none_of_its_business_and_cannot_trave
 # --- outputs without a tensor ---
 
 
-class Returns(nn.Module):
+class Returns(Parts, layers=lambda: nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), tell=GIVEN):
     """Returns something else than what it computes; in a list, so that its code is recorded."""
-
-    def __init__(self, tell: Callable[[Tensor], object]) -> None:
-        super().__init__()
-        self.layers, self.tell = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), tell
 
     def forward(self, x: Tensor) -> object:
         for layer in self.layers:

@@ -184,12 +184,8 @@ def test_bad_options() -> None:
         pipe_of("mlp", "1f1b", loss_fn=None, optimizer=None).verify(*batch_of("mlp")[:-1])
 
 
-class Auxiliary(nn.Module):
+class Auxiliary(Parts, front=lambda: nn.Linear(4, 4), aux=lambda: nn.Linear(4, 4), back=lambda: nn.Linear(4, 4)):
     """Has an output more in training, as GoogLeNet and Inception have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.front, self.aux, self.back = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         h = self.front(x)

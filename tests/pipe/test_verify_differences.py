@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.inside import B, Constraints, F, differs, first_difference, graph_of, in_order, tolerance_of
 from support.inside import CompareOutcome as Outcome
+from support.parts import GIVEN, Parts
 from support.pool import Pool
 from support.records import records
 from support.small import sgd
@@ -152,21 +153,13 @@ class Count(nn.Module):
         return int((x.detach() > 0.3).sum().item()) + 1
 
 
-class TimesCount(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.front, self.count, self.back = nn.Linear(4, 4), Count(), nn.Linear(4, 4)
-
+class TimesCount(Parts, front=lambda: nn.Linear(4, 4), count=Count, back=lambda: nn.Linear(4, 4)):
     def forward(self, x: Tensor) -> Tensor:
         number = self.count(x)
         return self.back(torch.tanh(self.front(x))) * number  # type: ignore[no-any-return]
 
 
-class InOrder(nn.Module):
-    def __init__(self, front: nn.Module, back: nn.Module) -> None:
-        super().__init__()
-        self.front, self.back = front, back
-
+class InOrder(Parts, front=GIVEN, back=GIVEN):
     def forward(self, x: Tensor) -> Tensor:
         return self.back(self.front(x))  # type: ignore[no-any-return]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stagewright.pipe import PipelineModule
+from support.alone import same_gradients
 
 WIDTH = 8
 X = torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -70,10 +71,7 @@ def agree_with_one_process(
         recompute=recompute,
     )
     assert pipe.forward_backward(*given, Y).loss == pytest.approx(total, abs=1e-12)
-    for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert (parameter.grad is None) == (other.grad is None), name
-        if parameter.grad is not None:
-            assert torch.allclose(parameter.grad, other.grad, rtol=0, atol=1e-12), name
+    same_gradients(model, twin)
     for (name, buffer), other in zip(model.named_buffers(), twin.named_buffers(), strict=True):
         assert torch.equal(buffer, other[1]), name
     evaluation = pipe.eval_step(*given, Y)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +52,13 @@ class Tagger(nn.Module):
         if mask is not None:
             h = h * mask.unsqueeze(-1)
         return Output(self.head(h), {"hidden": h, "tokens": h.transpose(0, 1), "text": "kept", "none": None})
+
+
+def with_twin(make: Callable[[], nn.Module]) -> tuple[Any, Any]:
+    """A model in float64, and its copy for one plain process."""
+    torch.manual_seed(0)
+    model = make().double()
+    return model, copy.deepcopy(model)
 
 
 def loss_of(output: Output, target: Tensor) -> Tensor:

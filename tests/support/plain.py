@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
+from support.alone import near
 from support.records import records
 
 WIDTH, MICROBATCHES, BATCH = 6, 4, 8
@@ -19,9 +19,10 @@ Make = Callable[[], nn.Sequential]
 Between = Callable[[Any, int], None]  # (model, the step that comes)
 
 
-def batch(step: int, width: int = WIDTH) -> tuple[Tensor, Tensor]:
+def batch(step: int, width: int = WIDTH, *, samples: int = BATCH, out: int = 0) -> tuple[Tensor, Tensor]:
+    """Inputs and targets: [samples, width] and [samples, out or width]."""
     generator = torch.Generator().manual_seed(step)
-    x, y = (torch.randn(BATCH, width, dtype=torch.float64, generator=generator) for _ in range(2))
+    x, y = (torch.randn(samples, n, dtype=torch.float64, generator=generator) for n in (width, out or width))
     return x, y
 
 
@@ -76,37 +77,8 @@ def agree(make: Make, between: Between = nothing, **options: Any) -> tuple[Any, 
     """Losses, weights and buffers after some steps; returns both models."""
     one, losses = plain(make, between)
     other, found = piped(make, between, **options)
-    assert found == pytest.approx(losses, abs=1e-12)
-    theirs = one.state_dict()
-    for name, tensor in other.state_dict().items():
-        assert torch.allclose(tensor, theirs[name], rtol=0, atol=1e-12), name
+    near([found, other.state_dict()], [losses, one.state_dict()])
     return one, other
-
-
-def trained_plainly(
-    model: nn.Module,
-    batch_of: Callable[[int], tuple[Tensor, Tensor]],
-    loss_fn: Callable[[Any, Any], Tensor],
-    *,
-    steps: int,
-    delay: int = 0,
-) -> tuple[list[float], nn.Module]:
-    """Losses and the model after AdamW on gradients that are clipped, and of weights `delay` steps before."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    losses, versions = [], [{k: v.clone() for k, v in model.state_dict().items()}] * (delay + 1)
-    for step in range(steps):
-        newest = {k: v.clone() for k, v in model.state_dict().items()}
-        model.load_state_dict(versions[-1 - delay])
-        x, y = batch_of(step)
-        loss = loss_fn(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        losses.append(loss.item())
-        model.load_state_dict(newest)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        versions.append({k: v.clone() for k, v in model.state_dict().items()})
-    return losses, model
 
 
 def linear() -> nn.Linear:

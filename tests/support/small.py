@@ -41,6 +41,15 @@ def make(**options: Any) -> PipelineModule:
     return PipelineModule(**records(**(settings | options)))
 
 
+def trained(steps: int, **options: Any) -> PipelineModule:
+    """The small pipeline after some steps, from the same weights each time."""
+    torch.manual_seed(0)
+    pipe = make(**({"model": layers()} | options))
+    for _ in range(steps):
+        pipe.train_step(X, Y)
+    return pipe
+
+
 def stream(schedule: str | Schedule = "2bw", **options: Any) -> PipelineModule:
     """The small pipeline under an asynchronous schedule, from the same weights each time."""
     torch.manual_seed(0)
