@@ -145,7 +145,11 @@ def told(pipe: PipelineModule) -> dict[int, tuple[float, float]]:
     return {int(s): (float(a) * units[b], float(c) * units[d]) for s, a, b, c, d in found}
 
 
-def test_the_first_stage_runs_again_what_it_must_and_the_last_does_not() -> None:
+def test_the_first_stage_runs_again_what_it_must_and_the_last_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(self: Any, every: Any) -> np.ndarray:  # what a busy machine measures may decide for three blocks
+        return np.outer(np.ones(len(self.units)), [0.0, 1.0, 2.0][: len(every)])
+
+    monkeypatch.setattr("stagewright.pipe.run.budget._Probe.seconds", seconds)
     plain, x_y = blocks("none"), rows()
     wanted = gradients(plain, *x_y)
     whole = measured(plain, *x_y)
