@@ -329,8 +329,6 @@ def test_the_planning_commands_start_fast(words: str) -> None:
 def test_a_reader_that_goes_away_is_no_error(words: str) -> None:
     command = [sys.executable, "-m", "stagewright", *words.split()]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ))
-    assert process.stdout is not None
-    assert process.stderr is not None
     process.stdout.close()
     assert process.stderr.read() == b""
     process.stderr.close()

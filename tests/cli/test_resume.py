@@ -401,7 +401,6 @@ def test_two_processes_that_write_one_folder_are_told(tmp_path: Path) -> None:
     )
     other = subprocess.Popen([sys.executable, "-P", "-c", hold], stdout=subprocess.PIPE, text=True)
     try:
-        assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         with pytest.raises(ValueError, match=rf"shared is being written by another run \(process {other.pid} on "):
             FolderLock(Path("shared"), patience=0.2)

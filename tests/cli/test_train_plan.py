@@ -83,7 +83,6 @@ def test_measured_and_planned_on_the_spot(command: Callable[..., Done], tmp_path
     assert any(note.startswith(("tried for ", "not tried: ")) for note in plan.notes)
     summary = json.loads((tmp_path / "runs" / "one" / "summary.json").read_text())
     drawn = sampled(plan)
-    assert drawn is not None
     assert summary["planned_step_seconds"] == drawn.median != plan.simulated_step_time
     # The same plan runs again from its file.
     again = command("train", *TINY, "--plan", "runs/one/plan.json", "--text", text, "--name", "two", "--json")

@@ -72,7 +72,6 @@ def test_a_declaration(tmp_path: Path) -> None:
     assert [job.name for job in jobs[:2]] == ["simulated-schedule=gpipe-ranks=2", "simulated-schedule=gpipe-ranks=4"]
     assert [len(job.cases) for job in jobs] == [1, 1, 1, 1, 1, 2, 2]
     nodes = jobs[-1].nodes
-    assert nodes is not None
     assert (nodes.num_nodes, nodes.ranks_per_node, nodes.shape.bandwidth, nodes.shape.latency) == (2, 2, 125e6, 1e-3)
 
 
@@ -81,7 +80,6 @@ def test_what_the_command_line_changes(tmp_path: Path) -> None:
     simulated, emulated = jobs[0], jobs[-1]
     assert simulated.changed == ""  # as declared
     assert emulated.changed == "backend=ssh nodes=4 bandwidth=10gbit repetitions=1"
-    assert emulated.nodes is not None
     assert (emulated.nodes.num_nodes, emulated.nodes.shape.bandwidth, emulated.part.backend) == (4, 1.25e9, "ssh")
     with pytest.raises(ValueError, match=r"ranks: 4: expected a multiple of its 3 nodes"):
         jobs_of(declared(tmp_path), Changes(nodes=3))

@@ -40,7 +40,6 @@ def test_a_fleet_takes_throughputs_from_the_planner(tmp_path: Path, capsys: pyte
     }
     (planned, given) = found["policies"]["max-min"]["jobs"]
     two = plan(profile(), Cluster.from_levels([(2, 1e15)]), global_batch=8).simulated_step_time
-    assert two is not None
     assert planned["throughputs"] == pytest.approx([2 * 8 / two, 8 / two], rel=1e-6)
     assert given["throughputs"] == [0.0, 20.0]
     assert main(["fleet", path]) == 0

@@ -48,7 +48,6 @@ def test_least_slowest_stage_and_among_those_the_evenest(work: list[int], stages
         costs = [sum(work[a:b]) * factor[s] for s, (a, b) in enumerate(pairwise(ends))]
         return max(costs), sum(cost * cost for cost in costs)
 
-    assert found is not None
     ends, slowest = found
     assert slowest == pytest.approx(goal(ends)[0])
     every = [(0, *inner, len(work)) for inner in combinations(range(1, len(work)), num_stages - 1)]

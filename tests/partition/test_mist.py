@@ -134,7 +134,5 @@ def test_a_choice_for_each_stage_pays_over_the_same_for_all() -> None:
     """Mist's paper: 1.28 times faster than Megatron-LM on average, 1.73 at most."""
     for key in (("1_3B", 2), ("2_6B", 4), ("6_7B", 8)):
         alike, own = (planned(*key, recompute).simulated_step_time for recompute in (("layer",), None))
-        assert alike is not None
-        assert own is not None
         print(*key, f"stages: a choice for each is {alike / own:.2f} times as fast as one for all")
         assert 1.1 < alike / own < 1.5

@@ -380,7 +380,6 @@ def test_replicas_sum_what_they_share() -> None:
     stages = [GivenStage([node.name for node in nodes], range(8), 2)]
     assert source.cluster is not None
     found = evaluate(source, source.cluster, stages, num_microbatches=8, microbatch_size=1)
-    assert found.links is not None
     experts = 3 * 2 * ROUTED.expert_parameters(1)
     others = 2 * ROUTED.num_parameters - 4 * experts
     assert found.links.sums[0].seconds == pytest.approx(2 * 7 / 8 * others + 2 * 1 / 2 * experts)

@@ -54,7 +54,6 @@ def times(row: Any, ratio: float) -> Any:
 def as_it_is(found: Plan) -> Plan:
     """The same plan on a machine that is otherwise than planned."""
     costs, links = found.costs, found.links
-    assert links is not None
     assert isinstance(links.network, PlaceNetwork)
     ratios = [1.2 + 0.1 * number for number in range(len(found.stages))]
     routes = {
@@ -96,8 +95,6 @@ def test_steps_give_back_what_they_took(shape: str) -> None:
     for op in (Op.F, Op.B):
         assert took.seconds(op) == pytest.approx(list(map(add, truth.seconds(op), arounds)), rel=1e-6)
     assert took.costs.update == pytest.approx(truth.costs.update, rel=1e-6)
-    assert took.links is not None
-    assert truth.links is not None
     assert isinstance(took.links.network, PlaceNetwork)
     assert isinstance(truth.links.network, PlaceNetwork)
     way = None
@@ -136,14 +133,12 @@ def test_sums_of_tied_weights_of_one_place_stand_beside_those_of_its_stages() ->
     sizes = {"pipeline_sizes": (2,), "data_sizes": (2,), "schedules": "zb-v"}
     found = plan(profile, CLUSTER, global_batch=8, **options, **sizes)  # type: ignore[arg-type]
     assert found.costs.tied == ()  # its first stage has such weights
-    assert found.links is not None
     first, *others = found.links.sums
     links = replace(found.links, sums=(replace(first, seconds=first.seconds / 2), *others))
     truth = replace(found, costs=replace(found.costs, tied=(((0, 3), first.seconds),)), links=links)
     step = simulated(truth).timeline
     took = with_measured(found, [step] * 3, Costs(overhead=[1e-30] * 4))
     assert took.costs.tied == (((0, 3), pytest.approx(first.seconds)),)
-    assert took.links is not None
     assert took.links.sums[0].seconds == pytest.approx(first.seconds / 2)
     assert took.simulated_step_time == pytest.approx(step.batch_seconds, rel=0.01)
 
@@ -173,8 +168,6 @@ def test_what_was_not_measured_is_corrected_by_the_step() -> None:
     assert [each.simulated_step_time for each in took.runners_up] == [
         pytest.approx((each.simulated_step_time or 0.0) * ratio) for each in found.runners_up
     ]
-    assert found.searched is not None
-    assert took.searched is not None
     assert took.searched.least == pytest.approx(found.searched.least * ratio)
     assert known(took).overhead == pytest.approx(known(found).overhead)  # as the run says
     assert "tried for 1 step: " in took.notes[-1]
@@ -285,7 +278,6 @@ def test_replicas_that_vary_are_expected_to_wait_for_each_other() -> None:
     pairs = [(ran(), ran()) for _ in range(4000)]
     beside = found.update_seconds[0]
     step = expected(varied)
-    assert step is not None
     seconds, bubble = step
     assert seconds == pytest.approx(median(map(max, pairs)) + beside, rel=0.04)
     assert seconds > 1.05 * (found.simulated_step_time or 0.0)
