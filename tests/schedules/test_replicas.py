@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from support.inside import Sharing, defer_updates, derive_versions
 
-from stagewright.schedules import Action, Costs, Op, Schedule, build, check, check_lowered, flushed, lower, simulate
+from stagewright.schedules import (
+    AllReduce,
+    Costs,
+    Op,
+    build,
+    check,
+    check_lowered,
+    flushed,
+    lower,
+    simulate,
+)
 
 from .builders import ASYNC
 from .reference import delivered
+from .reference_links import FREE, Run
 
 # Stages with as many times the work as they have ranks.
 REPLICAS = [(2, 1), (1, 2), (3, 1), (2, 1, 1), (1, 2, 1), (2, 2), (1, 1, 3)]
@@ -64,33 +74,6 @@ def test_replicas_share_the_work_and_wait_for_each_other_at_updates(replicas: tu
         assert timeline.bubble == pytest.approx(1 - 3 * M / seconds)
 
 
-def ends_by_hand(schedule: Schedule, costs: Costs) -> dict[tuple[int, Action], float]:
-    """Ends of all actions by (rank, action), where an update waits for all backwards of its group, over free links."""
-    S = schedule.num_stages
-    seconds = {
-        op: each if isinstance(each, Sequence) else [each] * S
-        for op, each in ((Op.F, costs.forward), (Op.B, costs.backward), (Op.U, costs.update))
-    }
-    ends: dict[tuple[int, Action], float] = {}
-    left = [deque(program) for program in schedule.programs]
-    while any(left):
-        for rank, program in enumerate(left):
-            while program:
-                stage, op, k = action = program[0]
-                source = stage - 1 if op is Op.F else stage + 1
-                needs = [Action(source, op, k)] if op is not Op.U and 0 <= source < S else []
-                if op is Op.U:
-                    group = range(k * schedule.group_size, (k + 1) * schedule.group_size)
-                    needs = [Action(stage, Op.B, j) for j in group]
-                keys = [(schedule.owner(need.stage, need.index), need) for need in needs]
-                if any(key not in ends for key in keys):
-                    break
-                begin = max([ends[key] for key in keys] + [end for (r, _), end in ends.items() if r == rank] + [0.0])
-                ends[rank, action] = begin + seconds[op][stage]
-                program.popleft()
-    return ends
-
-
 @pytest.mark.parametrize("name", ["pipedream", "paci"])
 @pytest.mark.parametrize("replicas", [(2, 1, 1), (1, 2), (2, 3)], ids=str)
 def test_updates_wait_for_the_gradients_of_all_replicas_where_their_sum_takes_no_time(
@@ -99,10 +82,11 @@ def test_updates_wait_for_the_gradients_of_all_replicas_where_their_sum_takes_no
     """Every action ends when the needs of all say; under equal work and a slower last stage."""
     schedule = build(name, num_ranks=sum(replicas), num_microbatches=6, replicas=replicas, num_batches=3)
     shared, slower = in_proportion(replicas), [1.0 + stage for stage in range(len(replicas))]
+    at_once = tuple(AllReduce(stage=stage, seconds=0.0, ways=()) for stage in range(len(replicas)))
     for costs in (shared, Costs(forward=slower, backward=2.0, update=0.5)):
         found = simulate(schedule, costs)
-        wanted = ends_by_hand(schedule, costs)
-        assert {(rank, what): end for rank, own in enumerate(found.ranks) for what, _, end in own.compute} == wanted
+        wanted = Run(schedule, costs, replace(FREE, sums=at_once)).starts
+        assert {(rank, what): start for rank, own in enumerate(found.ranks) for what, start, _ in own.compute} == wanted
 
 
 def test_under_2bw_sums_that_take_no_time_hold_up_no_update() -> None:
