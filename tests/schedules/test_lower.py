@@ -37,7 +37,7 @@ def lower(schedule: Schedule, sharing: Sharing = NOTHING_SHARED, **given: Any) -
 
 
 lowered_schedules = st.builds(lower, schedules())
-# As one call: receives stay where the limit has them (see test_progress.py for those that are posted earlier).
+# As one call: receives stay where the limit has them (see test_check.py for those that are posted earlier).
 lowered_alone = schedules().map(lambda made: lower(made, calls=[[0] * len(program) for program in made.programs]))
 
 
@@ -164,7 +164,7 @@ def test_two_receives_ahead_and_no_more_than_the_order_forces(lowered: Lowered) 
         *((name, P, None) for name in FAMILIES if name not in ("interleaved", "looped-bfs") for P in (2, 4, 3)),
         *(("interleaved", P, V) for P, V in [(2, 2), (4, 2), (4, 3), (3, 1)]),
     ],
-)  # looped-bfs: see test_progress.py
+)  # looped-bfs: see test_check.py
 def test_receives_do_not_grow_with_the_microbatches(name: str, P: int, chunks: int | None) -> None:
     P, _ = fitting(name, P, 2 * P)
     peaks = [
