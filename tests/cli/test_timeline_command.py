@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.commands import Cli
 from support.inside import CostOptions, main, read_exhibits, shape_notes
 from support.run_folder import write_run
 
@@ -96,9 +97,8 @@ def test_the_kind_of_output_follows_the_end_of_its_name(files: Path, capsys: pyt
 
 
 @pytest.mark.thorough
-def test_a_run_alone_is_drawn_beside_itself(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["timeline", "gpt", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+def test_a_run_alone_is_drawn_beside_itself(files: Path, cli: Cli) -> None:
+    answer = cli.json("timeline gpt")
     assert answer["written"] == [f"runs/gpt/timeline{end}" for end in (".png", ".perfetto.json", ".html")]
     assert all(Path(path).stat().st_size for path in answer["written"])
     assert answer["exhibits"][0]["measured"]["makespan"] == step(latency=0.5).makespan
@@ -183,16 +183,15 @@ def test_mistakes(files: Path, capsys: pytest.CaptureFixture[str], words: tuple[
     assert printed.err.startswith("stagewright: error: ")
 
 
-def test_a_trace_of_another_tool_is_not_written_over(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_of_another_tool_is_not_written_over(files: Path, cli: Cli) -> None:
     """Its folder is what is read: the file was lost."""
     Path("traces").mkdir()
     theirs = Path("traces/rank0.pt.trace.json")
     theirs.write_text('{"traceEvents": [{"ph": "X", "name": "PP:0F0", "ts": 1, "dur": 2}]}')
     before = theirs.read_bytes()
     for words in (("traces",), ("measured.json",)):
-        assert main(["timeline", *words, "-o", str(theirs)]) == 2
         assert "a trace of another tool, such as torch.profiler: expected another one, such as traces/" in (
-            capsys.readouterr().err
+            cli.refused("timeline", *words, "-o", str(theirs))
         )
     assert theirs.read_bytes() == before
     own = ("timeline", "measured.json", "-o", "traces/own.json")
@@ -200,16 +199,12 @@ def test_a_trace_of_another_tool_is_not_written_over(files: Path, capsys: pytest
 
 
 @pytest.mark.thorough
-def test_terminal_prints_a_grid_and_writes_only_what_is_asked_for(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_terminal_prints_a_grid_and_writes_only_what_is_asked_for(files: Path, cli: Cli) -> None:
     before = set(files.iterdir())
-    assert main(["timeline", "runs/gpt", "1f1b", "--ranks", "3", "--microbatches", "4", "--terminal"]) == 0
-    printed = capsys.readouterr().out
+    printed = cli.text("timeline runs/gpt 1f1b --ranks 3 --microbatches 4 --terminal")
     assert printed.count("rank 0 |F0") == 3  # simulated, measured, and the schedule
     assert "\x1b" not in printed
     assert set(files.iterdir()) == before
     assert main(["timeline", "measured.json", "--terminal", "-o", "a.svg"]) == 0
     assert Path("a.svg").is_file()
-    assert main(["timeline", "measured.json", "--terminal", "--json"]) == 2
-    assert "--terminal with --json: expected one of them" in capsys.readouterr().err
+    assert "--terminal with --json: expected one of them" in cli.refused("timeline measured.json --terminal --json")
