@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import Cli, Done
-from support.inside import Measured, diagnosis_text, main, step_with
+from support.inside import Measured, diagnosis_text, step_with
 
 STEPS = 4
 SLOW = """
@@ -170,8 +170,5 @@ def test_the_table_is_80_columns_wide() -> None:
         (("--data", "slow_data:slow_fetch", "--resume"), "--diagnose data with --resume: leave one away"),
     ],
 )
-def test_what_cannot_be_diagnosed_is_refused_before_the_first_step(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*WORDS, *words, "--ranks", "1"]) != 0
-    assert said in " ".join(capsys.readouterr().err.split())
+def test_what_cannot_be_diagnosed_is_refused_before_the_first_step(words: tuple[str, ...], said: str, cli: Cli) -> None:
+    assert said in " ".join(cli.refused(*WORDS, *words, "--ranks 1").split())

@@ -397,16 +397,12 @@ def test_two_options_may_name_one_file(mine: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_an_own_model_is_profiled_and_planned_in_one_go(
-    mine: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_own_model_is_profiled_and_planned_in_one_go(mine: Path, cli: Cli) -> None:
     words = (*OWN, "--optimizer", "own_mine:plain_sgd")
     profile = cli.json("profile", *words, "--microbatch 3 --seconds 0.1")
     assert (len(profile["nodes"]), profile["microbatch_size"]) == (3, 3)
-    assert main(["plan", *words, "--ranks", "2", "--batch", "8", "--replicas", "1", "--pipeline", "2", "--json"]) == 0
-    printed = capsys.readouterr()
-    plan = json.loads(printed.out)
-    assert "ranks that share a host slow each other down, which is not in these seconds: `stagewright" in printed.err
+    plan = cli.json("plan", *words, "--ranks 2 --batch 8 --replicas 1 --pipeline 2")
+    assert "ranks that share a host slow each other down, which is not in these seconds: `stagewright" in cli.told
     assert plan["costs"]["norm"] == 0.0  # clipped to 1, as `stagewright train` does, over links that take no time
     assert [node for stage in plan["stages"] for node in stage["nodes"]] == ["0", "1", "2"]
     assert plan["microbatch_size"] in (1, 2, 4)

@@ -91,7 +91,6 @@ def write_run(
 
 
 def slower_backward(costs: Costs) -> list[float]:
-    assert isinstance(costs.backward, tuple)
     return [1.25 * each if stage == 1 else each for stage, each in enumerate(costs.backward)]  # type: ignore[operator]
 
 

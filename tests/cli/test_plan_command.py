@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import Cli
-from support.inside import DeviceModel, main
+from support.inside import DeviceModel
 
 from stagewright.partition import Cluster, Node, Plan, Profile
 
@@ -82,14 +82,12 @@ def test_the_norm_is_that_of_the_profile_or_of_the_option(
     assert ("clip" in printed) == bool(said)
 
 
-def test_json_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--pipedream", str(PIPEDREAM), "--ranks", "4", "--batch", "16", "--runnable", "--json"]
-    assert main(["plan", *arguments, "--schedules", "2bw"]) == 0
-    printed = capsys.readouterr()
-    found = Plan.from_json(printed.out)
+def test_json_alone_on_stdout(cli: Cli) -> None:
+    words = "--ranks 4 --batch 16 --runnable --schedules 2bw --json"
+    found = Plan.from_json(cli.text("plan --pipedream", str(PIPEDREAM), words))
     assert found.schedule == "2bw"
     assert all(stage.optimizer_shards == 1 for stage in found.stages)
-    assert "planned in " in printed.err
+    assert "planned in " in cli.told
 
 
 def test_several_profiles(cli: Cli, tmp_path: Path) -> None:
@@ -97,7 +95,7 @@ def test_several_profiles(cli: Cli, tmp_path: Path) -> None:
     assert cli.json("plan --profile", *files, "--ranks 2 --batch 8")["microbatch_size"] == 2
 
 
-def test_a_device_of_ones_own(cli: Cli, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_device_of_ones_own(cli: Cli, tmp_path: Path) -> None:
     """Half of the network: sums over nodes take twice as long, and the plan knows it."""
     path, steps = tmp_path / "device.json", []
     for part in (1.0, 0.5):
@@ -109,8 +107,8 @@ def test_a_device_of_ones_own(cli: Cli, capsys: pytest.CaptureFixture[str], tmp_
         )
         steps.append(found.links.sums[0].seconds)
     assert steps[1] == pytest.approx(2 * steps[0])
-    assert main(["plan", "--transformer", SHAPE, "--device", str(tmp_path / "no.json"), "--ranks", "2", "--batch", "8"])
-    assert "no.json" in capsys.readouterr().err
+    missing = str(tmp_path / "no.json")
+    assert missing in cli.refused("plan --transformer", SHAPE, "--device", missing, "--ranks 2 --batch 8")
 
 
 @pytest.mark.thorough

@@ -167,11 +167,8 @@ def test_a_profile_of_two_ranks_at_once(command: Callable[..., Done], tmp_path: 
         (("--width", "30", "--heads", "4"), "width=30 with heads=4"),
     ],
 )
-def test_mistakes(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
-    assert main(["profile", *words]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.out == ""
+def test_mistakes(cli: Cli, words: tuple[str, ...], message: str) -> None:
+    assert message in cli.refused("profile", *words)
 
 
 def test_profiles_of_hosts_are_read_on_the_first_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import Cli
-from support.inside import CliProgressProgress, main, show_progress
+from support.inside import CliProgressProgress, show_progress
 from support.inside import SearchProgress as Progress
 
 from stagewright.schedules import Schedule, check
@@ -18,16 +18,15 @@ SMALL = ["schedule", "auto", "--ranks", "4", "--microbatches", "8", "--seconds",
 COSTS = ["--forward", "10", "--input-grad", "11", "--weight-grad", "7", "--memory", "4", "--objective", "span"]
 
 
-def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_for_people(cli: Cli) -> None:
     """The grid, the figures, the bound and when each improvement was found; progress stays off standard output."""
-    assert main([*SMALL, *COSTS]) == 0
-    out, err = capsys.readouterr()
+    out = cli.text(*SMALL, *COSTS)
     assert out.startswith("rank 0 | F0 F1 F2 F3 ")
     assert "checked: complete, in an order that ends" in out
     assert "optimal: it equals the lower bound" in out
     assert "least span under this memory limit, whatever the order: 266" in out
     assert "       after     orders          span       gap  found by" in out
-    assert "266 s, at most 0.00% above the best possible" in err
+    assert "266 s, at most 0.00% above the best possible" in cli.told
 
 
 def test_one_json_object(cli: Cli) -> None:

@@ -61,13 +61,12 @@ def test_timelines_as_they_are(files: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_memory_is_drawn_below_where_it_is_known(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("1f1b", "--ranks", "2", "--microbatches", "4")
-    assert main(["timeline", "plan.json", *words, "--memory", "-o", "a.svg"]) == 0
+def test_memory_is_drawn_below_where_it_is_known(files: Path, cli: Cli) -> None:
+    cli.text("timeline plan.json 1f1b --ranks 2 --microbatches 4 --memory -o a.svg")
     drawn = Path("a.svg").read_text()
     assert ">plan, simulated, memory:  at most " in drawn
     assert ">1f1b, simulated, memory:" not in drawn
-    assert "note: 1f1b: no memory is drawn: nothing says what its stages hold" in capsys.readouterr().err
+    assert "note: 1f1b: no memory is drawn: nothing says what its stages hold" in cli.told
 
 
 def test_a_run_that_is_called_like_a_schedule(files: Path) -> None:
@@ -169,7 +168,7 @@ def test_shapes_that_differ_are_said() -> None:
         (("own.json",), "own.json: stagewrightTimelines: KeyError('name'): expected what write_perfetto writes"),
     ],
 )
-def test_mistakes(files: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
+def test_mistakes(files: Path, cli: Cli, words: tuple[str, ...], message: str) -> None:
     Path("empty").mkdir()
     Path("cut.json").write_text(step().to_json()[:100])
     Path("profile.json").write_text('{"version": 1, "nodes": []}')
@@ -177,10 +176,7 @@ def test_mistakes(files: Path, capsys: pytest.CaptureFixture[str], words: tuple[
     Path("trace.json").write_text('[{"ph": "X", "name": "0F0", "ts": 1, "dur": 2}]')
     Path("own.json").write_text('{"traceEvents": [], "stagewrightTimelines": [{}]}')
     Path("bad.csv").write_text("0F0,0X0\n")
-    assert main(["timeline", *words]) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert printed.err.startswith("stagewright: error: ")
+    assert message in cli.refused("timeline", *words)
 
 
 def test_a_trace_of_another_tool_is_not_written_over(files: Path, cli: Cli) -> None:

@@ -301,7 +301,6 @@ def check_run(folder: Path, *, ranks: int, steps: int = 5) -> dict[str, object]:
     assert names | traces | {"timeline.perfetto.json"} <= {path.name for path in folder.iterdir()}
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == steps
     found = json.loads((folder / "summary.json").read_text())
-    assert isinstance(found, dict)
     assert found["tokens"] == steps * 8 * 16
     assert found["num_ranks"] == ranks
     for key in ("tokens_per_s", "step_seconds", "simulated_step_seconds", "val_bits_per_byte"):
@@ -372,7 +371,6 @@ def test_two_processes_train_and_leave_a_run_folder(command: Callable[..., Done]
     assert figure.seconds == summary["predicted_step_seconds"]
     assert figure.how.startswith(f"90%: {duration(low)} .. {duration(high)}; median of 200 steps")
     peaks = summary["peak_memory_bytes"]
-    assert isinstance(peaks, list)
     assert len(peaks) == 2
     check_drawn_again(command, tmp_path / "runs" / "one")
 

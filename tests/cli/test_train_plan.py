@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.commands import Cli, Done
-from support.inside import main, sampled
+from support.inside import sampled
 
 from stagewright.partition import Plan, PlanStage
 from stagewright.schedules import Costs
@@ -130,16 +130,12 @@ def test_a_plan_that_lies_on_another_host(cli: Cli, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.thorough
-def test_a_dry_run_refuses_a_plan_for_another_model(
-    tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_refuses_a_plan_for_another_model(tmp_path: Path, cli: Cli) -> None:
     path = write_plan(tmp_path, ("a", "b"))
     nodes = nodes_of_the_model()
-    for json_mode in ((), ("--json",)):
-        assert main(["train", *TINY, "--plan", str(path), "--dry-run", *json_mode]) == 2
-        captured = capsys.readouterr()
-        assert "the plan is for another model (2 nodes, the model has" in captured.err
-        assert captured.out == ""
+    for json_mode in ("", "--json"):
+        told = cli.refused("train", *TINY, "--plan", str(path), "--dry-run", json_mode)
+        assert "the plan is for another model (2 nodes, the model has" in told
     plan = Plan.load(write_plan(tmp_path, nodes))
     heavy = replace(plan, stages=tuple(replace(stage, parameter_bytes=12.0) for stage in plan.stages))
     path.write_text(heavy.to_json())

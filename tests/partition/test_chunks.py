@@ -96,7 +96,6 @@ def test_equal_stages_and_neighbours() -> None:
 def test_level_ranks_are_never_less_level(work: list[int]) -> None:
     cuts = all_cuts(chain(work))
     ends = equal_stages(cuts, 4)
-    assert ends is not None
 
     def squares(ends: tuple[int, ...]) -> int:
         stages = [sum(work[a:b]) for a, b in pairwise(ends)]

@@ -167,7 +167,6 @@ def test_members_with_half_of_the_rows_have_the_loss_of_all() -> None:
 
     def member(index: int) -> list[Tensor]:
         hidden, weight, target, bias = both[index]
-        assert bias is not None
         own = (nn.Parameter(x.detach().chunk(2)[index].clone()) for x in (weight, bias))
         inputs = hidden, next(own), target, next(own)
         return results(sw.linear_cross_entropy, inputs, members=Member(index, barrier, exchanged), chunk=70, **how)

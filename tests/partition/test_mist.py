@@ -73,7 +73,6 @@ def stages_of(rows: list[dict[str, str]]) -> list[GivenStage]:
 def evaluated(key: tuple[str, int], device: DeviceModel = L4) -> Plan:
     rows = published()[key]
     source = source_of(rows, device)
-    assert source.cluster is not None
     sizes = {"num_microbatches": int(rows[0]["m"]), "microbatch_size": int(rows[0]["mbs"])}
     return evaluate(source, source.cluster, stages_of(rows), **sizes)
 
@@ -86,7 +85,6 @@ def step(key: tuple[str, int], device: DeviceModel = L4) -> float:
 def planned(model: str, num_stages: int, recompute: tuple[str, ...] | None = None) -> Plan:
     rows = published()[model, num_stages]
     source = source_of(rows, L4)
-    assert source.cluster is not None
     return plan(
         source,
         source.cluster,

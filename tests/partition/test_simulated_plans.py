@@ -126,8 +126,6 @@ def test_the_exhibit_brings_links_limits_and_peaks() -> None:
     exhibit = exhibit_of_plan(found)
     assert (exhibit.notes, exhibit.memory_limit) == ((), (1e6,) * 4)
     assert exhibit.predicted_peak == tuple(found.memory_bytes[rank] for rank in range(4))
-    assert exhibit.costs is not None
-    assert exhibit.links is not None
     assert simulate(exhibit.simulated.schedule, exhibit.costs, exhibit.links) == exhibit.simulated
 
 

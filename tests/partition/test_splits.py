@@ -45,7 +45,6 @@ def test_none_of_all_splits_is_faster(seed: int) -> None:
     """Every context, expert, P, D, T, microbatch and cut, by brute force. The fastest one of each seed has another
     split: experts, experts over more replicas, both with stages, the same with other sizes, both with tensor ranks."""
     source, batch = moe(seed)
-    assert source.cluster is not None
     names = [node.name for node in source.profile(microbatch_size=1).nodes]
     least = float("inf")
     for (_, own), P, D, T, size in product(source.alternatives(), *3 * [(1, 2, 4)], (1, 2, 4)):
@@ -68,7 +67,6 @@ def test_none_of_all_splits_is_faster(seed: int) -> None:
 
 def test_no_split_that_is_given_fits() -> None:
     source, batch = moe(15)
-    assert source.cluster is not None
     with pytest.raises(ValueError, match=r"nothing fits the memory: nearest is .*experts over 2, 1f1b"):
         plan(source, source.cluster, global_batch=batch, memory_limit=1e6, **PLAIN)
     with pytest.raises(ValueError, match="expert: 0: expected a whole number of at least 1"):
@@ -79,7 +77,6 @@ def test_no_split_that_is_given_fits() -> None:
 def test_the_runtime_divides_as_planned(axis: str) -> None:
     """Sequences too, which it refused: the mesh, and each rank's first process."""
     source, batch = moe(15)
-    assert source.cluster is not None
     splits = ((2, 1),) if axis == "context" else ((1, 2), (2, 2))
     best = plan(replace(source, splits=splits), source.cluster, global_batch=batch, runnable=True, **PLAIN)
     layout = layout_of_plan(best, World(rank=0, size=4), num_microbatches=None)

@@ -378,7 +378,6 @@ def test_replicas_sum_what_they_share() -> None:
     assert replace(source, expert=1).tensor_sizes() == (2, 4)
     nodes = source.profile(microbatch_size=1, tensor=2).nodes
     stages = [GivenStage([node.name for node in nodes], range(8), 2)]
-    assert source.cluster is not None
     found = evaluate(source, source.cluster, stages, num_microbatches=8, microbatch_size=1)
     experts = 3 * 2 * ROUTED.expert_parameters(1)
     others = 2 * ROUTED.num_parameters - 4 * experts
