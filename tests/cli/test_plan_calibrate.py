@@ -113,11 +113,7 @@ def test_one_run_is_not_judged(cli: Cli, tmp_path: Path) -> None:
 
 MISTAKES: Sequence[tuple[str, str, str]] = (
     ("P,M,microbatch,second", "1,1,1,1", "runs.csv, line 1: no column 'seconds': expected seconds"),
-    (
-        "P,M,microbatch,B,seconds",
-        "1,1,1,1,1",
-        "runs.csv, line 1: column: 'B': expected some of plan,P,D,T,V,microbatch",
-    ),
+    ("P,M,microbatch,B,seconds", "1,1,1,1,1", "line 1: column: 'B': expected some of plan,P,D,T,V,microbatch"),
     ("P,microbatch,seconds", "1,1,1", "columns P,microbatch,seconds: expected plan,seconds or P,D,T,V"),
     ("plan,P,seconds", "a.json,1,1", "columns plan,P,seconds: expected plan,seconds or P,D,T,V"),
     ("plan,seconds", "a.json,1", "runs.csv, line 2: column plan: "),
@@ -148,31 +144,15 @@ MISTAKES: Sequence[tuple[str, str, str]] = (
         "2,2,2,1,6,dualpipe-v,1",
         "line 2: columns M / D: 3 for schedule 'dualpipe-v' on 2 ranks: expected at least 4 (2P)",
     ),
-    (
-        "P,V,microbatch,M,schedule,seconds",
-        "2,1,1,8,interleaved,1",
-        "runs.csv, line 2: column V: 1: expected at least 2",
-    ),
+    ("P,V,microbatch,M,schedule,seconds", "2,1,1,8,interleaved,1", "line 2: column V: 1: expected at least 2"),
     ("P,microbatch,M,recompute,seconds", "2,1,8,some,1", "runs.csv, line 2: column recompute: 'some': expected one of"),
     ("P,T,microbatch,M,seconds", "1,3,1,8,1", "runs.csv, line 2: column T: 3: expected a divisor of heads=8"),
 )
 MISTAKES_WITH_A_PROFILE: Sequence[tuple[str, str, str]] = (
     ("P,microbatch,M,seconds", "2,1,4,1", "line 2: column microbatch: no profile of 1 samples: expected some of 2"),
-    (
-        "P,T,microbatch,M,seconds",
-        "2,2,2,4,1",
-        "line 2: column T: 2: expected some of 1: what profiles and cluster allow",
-    ),
-    (
-        "P,microbatch,M,recompute,seconds",
-        "2,2,4,x,1",
-        "line 2: column recompute: 'x': expected some of none, full, layer",
-    ),
-    (
-        "P,V,microbatch,M,seconds",
-        "4,2,2,8,1",
-        "line 2: no configuration of a batch of 16 on 4 devices with P=4 and D=1",
-    ),
+    ("P,T,microbatch,M,seconds", "2,2,2,4,1", "line 2: column T: 2: expected some of 1: what profiles and cluster"),
+    ("P,microbatch,M,recompute,seconds", "2,2,4,x,1", "line 2: column recompute: 'x': expected some of none, full,"),
+    ("P,V,microbatch,M,seconds", "4,2,2,8,1", "line 2: no configuration of a batch of 16 on 4 devices with P=4 and"),
 )
 ARGUMENTS = ("num_chunks", "_sizes", "microbatch_size", "num_microbatches", "tensor:", "recompute=", "schedule=")
 

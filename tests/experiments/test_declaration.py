@@ -242,10 +242,7 @@ def test_the_catalog_can_be_read_and_its_functions_are_there(name: str) -> None:
         (["run", "bubbles", "--only", "emulated", "--backend", "ssh"], "--backend ssh: type --hosts FILE"),
         (["run", "bubbles", "--only", "emulated", "--bandwidth", "1gbit"], "--backend local cannot shape links"),
         (["run", "bubbles", "--only", "measured"], "--only: unknown part 'measured'"),
-        (
-            ["report", "bubbles", "--folder", "/nowhere"],
-            "no job is done: expected results; type `stagewright experiment",
-        ),
+        (["report", "bubbles", "--folder", "/nowhere"], "no job is done: expected results; type `stagewright exper"),
     ],
 )
 def test_a_users_mistake(

@@ -311,10 +311,7 @@ def test_bad_words() -> None:
         (lambda: only_if(True), r"only_if\(True\): expected a function of an action"),
         (lambda: Constraints(num_ranks=2, num_microbatches=0).solve(), r"num_microbatches=0: expected a whole number"),
         (lambda: Constraints(num_microbatches=2).solve(), r"num_ranks=None: expected a whole number"),
-        (
-            lambda: Constraints(num_ranks=2, num_microbatches=2, placement="w").solve(),
-            r"placement='w': expected one of",
-        ),
+        (lambda: Constraints(num_ranks=2, num_microbatches=2, placement="w").solve(), "placement='w': expected one of"),
         (lambda: Constraints(num_ranks=3, num_microbatches=2, placement=[[0], [1]]).solve(), r"expected 2"),
         (lambda: Constraints(num_ranks=2, num_microbatches=2, prefer=3).solve(), r"prefer=3: expected a function"),
     ):

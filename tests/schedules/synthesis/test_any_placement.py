@@ -100,10 +100,7 @@ def test_a_start_goes_to_its_own_placement() -> None:
     [
         ({"num_ranks": None}, "num_ranks=None: expected a whole number"),
         ({"costs": Costs(forward=[1.0, 2.0, 3.0])}, "numbers of 3 pieces for 2 ranks: expected 2, or a multiple"),
-        (
-            {"costs": Costs(forward=[1.0] * 4), "activations": [1.0, 1.0]},
-            "expected one number, or equally many of each",
-        ),
+        ({"costs": Costs(forward=[1.0] * 4), "activations": [1.0, 1.0]}, "one number, or equally many of each"),
         ({"memory_limit": 0.5}, "expected at least 1"),
         ({"links": Links(network=Link(), activation_bytes=[1.0])}, "activation_bytes with several numbers"),
     ],
