@@ -16,19 +16,14 @@ from support.inside import (
     Transformer,
     TransformerSource,
     simulated_simulated,
-    transformer_profile,
 )
 
 from stagewright.partition import Cluster, GivenStage, Level, Node, Plan, Profile, evaluate, plan
 from stagewright.schedules import AllReduce
 
-from .test_transformer import COUNTER, FEW, SMALL
+from .test_transformer import COUNTER, FEW, SMALL, profile_of
 
 MEMORY = replace(COUNTER, memory_bandwidth=1.0, peak_flops=1e30)  # a second a byte, products at once
-
-
-def profile_of(model: Transformer, *, b: int = 1, device: DeviceModel, runtime: Runtime = PLAIN) -> Profile:
-    return transformer_profile(model, microbatch_size=b, device=device, runtime=runtime)
 
 
 def test_products_in_fp4_and_what_they_keep() -> None:
@@ -56,10 +51,7 @@ def test_sums_over_tensor_ranks_overlap_with_products_in_parts() -> None:
         device = replace(COUNTER, link_bandwidth=link, fp8_flops=1.0)
         model = replace(SMALL, precision=precision)  # type: ignore[arg-type]
         sums = 2 * 2 * (t - 1) / t * 2 * n * h / link
-        plain, apart = (
-            transformer_profile(model, microbatch_size=1, tensor=t, device=device, runtime=each).nodes[1]
-            for each in (PLAIN, MEGATRON_CORE)
-        )
+        plain, apart = (profile_of(model, t=t, device=device, runtime=each).nodes[1] for each in (PLAIN, MEGATRON_CORE))
         assert plain.forward_seconds == pytest.approx(products + scores + sums)
         sums *= 1 if precision == "16-bit" else 3 / 4  # the half that is gathered has a byte a value
         longer, shorter = max(products, sums), min(products, sums)
@@ -69,7 +61,7 @@ def test_sums_over_tensor_ranks_overlap_with_products_in_parts() -> None:
 def test_products_that_overlap_have_fewer_outputs_each() -> None:
     t, n, h = 4, 32, SMALL.hidden
     device = replace(COUNTER, wave_outputs=2e3)
-    layer = transformer_profile(SMALL, microbatch_size=1, tensor=t, device=device, runtime=MEGATRON_CORE).nodes[1]
+    layer = profile_of(SMALL, t=t, device=device, runtime=MEGATRON_CORE).nodes[1]
     every = [(3 * h, 3 * h / t), (h, h), (4 * h, 4 * h / t), (4 * h, h)]  # columns of all ranks, and of this one
     scores = 4 * n * SMALL.length * h / t / device.efficiency(n * SMALL.heads * SMALL.length / t)
     parts = sum(2 * n * h * width / t / device.efficiency(n * own / t) for width, own in every)
@@ -82,7 +74,7 @@ def test_gradients_are_read_and_written_where_a_microbatch_adds_its_own() -> Non
     for gradients, each in (("16-bit", 2), ("float32", 4)):
         model = replace(SMALL, gradients=gradients)  # type: ignore[arg-type]
         plain, adding = (
-            transformer_profile(model, microbatch_size=1, tensor=t, device=device, runtime=runtime).nodes
+            profile_of(model, t=t, device=device, runtime=runtime).nodes
             for runtime in (PLAIN, Runtime(adds_gradients=True))
         )
         assert plain[1].weight_grad_seconds == pytest.approx(24 * n * h**2 / t)
@@ -120,7 +112,7 @@ def test_each_large_gradient_has_a_ring_of_its_own() -> None:
     """Of a layer's matrices three are as large as the largest, or together as large; vectors travel in one bucket."""
     model = Transformer(layers=5, hidden=512, heads=8, vocabulary=1000, length=32, head="untied")
     cluster = Cluster.parse("4:net=1000000GB/s@1s")
-    profile = transformer_profile(model, microbatch_size=1, device=COUNTER)
+    profile = profile_of(model, device=COUNTER)
     assert profile.nodes[1].largest_parameter_bytes == 2 * 4 * 512**2
     assert profile.nodes[1].small_parameter_bytes == profile.nodes[1].parameter_bytes - 2 * 12 * 512**2
     found = evaluate(
