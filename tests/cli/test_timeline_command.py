@@ -201,6 +201,6 @@ def test_terminal_prints_a_grid_and_writes_only_what_is_asked_for(files: Path, c
     assert printed.count("rank 0 |F0") == 3  # simulated, measured, and the schedule
     assert "\x1b" not in printed
     assert set(files.iterdir()) == before
-    assert main(["timeline", "measured.json", "--terminal", "-o", "a.svg"]) == 0
+    cli.text("timeline measured.json --terminal -o a.svg")
     assert Path("a.svg").is_file()
     assert "--terminal with --json: expected one of them" in cli.refused("timeline measured.json --terminal --json")
