@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.commands import command
+from support.commands import cli, command
 
-__all__ = ["command", "text"]
+__all__ = ["cli", "command", "text"]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -12,26 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.commands import Cli
 from support.inside import COMMANDS, RunFile, duration, main, steps_that_follow
 
 import stagewright
 from stagewright.schedules import FAMILIES, Costs, Op, Schedule, Spread, build, simulate, simulate_spread, synthesize
-
-
-def answer(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(words) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out
-
-
-def mistake(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(words) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("stagewright: error: ")
-    assert "Traceback" not in captured.err
-    return captured.err
 
 
 def exit_status(*words: str) -> object:
@@ -42,9 +26,9 @@ def exit_status(*words: str) -> object:
         return stop.code
 
 
-def test_the_help_has_a_line_for_each_command(capsys: pytest.CaptureFixture[str]) -> None:
-    text = answer(capsys, "--help")
-    assert text == answer(capsys)
+def test_the_help_has_a_line_for_each_command(cli: Cli) -> None:
+    text = cli.text("--help")
+    assert (text, cli.told) == (cli.text(), "")
     for name, command in COMMANDS.items():
         assert f"  {name:<{max(map(len, COMMANDS))}}  {command.summary}\n" in text
 
@@ -59,8 +43,8 @@ def test_each_command_has_its_help_and_refuses_an_unknown_option(name: str, caps
     assert exit_status(name, "--no-such-option") == 2
 
 
-def test_an_unknown_command_is_answered_with_near_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    text = mistake(capsys, "simulte")
+def test_an_unknown_command_is_answered_with_near_ones(cli: Cli) -> None:
+    text = cli.refused("simulte")
     assert "unknown command 'simulte'; did you mean simulate" in text
     assert all(name in text for name in COMMANDS)
 
@@ -100,49 +84,39 @@ def test_each_command_that_a_text_names_exists_with_its_options(capsys: pytest.C
 @pytest.mark.parametrize("name", [*FAMILIES, "auto"])
 @pytest.mark.parametrize("command", ["schedule", "simulate", "timeline", "compare", "compare gpipe"])
 def test_what_an_error_says_to_type_works(
-    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    hinted = re.findall(r"`stagewright ([^`]*)`", mistake(capsys, *command.split(), name))
+    hinted = re.findall(r"`stagewright ([^`]*)`", cli.refused(*command.split(), name))
     assert len(hinted) == 1
     assert main(hinted[0].split()) == 0
 
 
-def test_a_search_is_simulated_drawn_and_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_is_simulated_drawn_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["--ranks", "4", "--microbatches", "8"]
     best = synthesize(num_ranks=4, num_microbatches=8, costs=Costs()).value
-    assert main(["simulate", "auto", *words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["makespan"] == best
-    assert main(["timeline", "auto", *words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["exhibits"][0]["simulated"]["makespan"] == best
-    assert main(["compare", "1f1b", "auto", *words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["makespan"]
+    assert cli.json("simulate auto", *words)["makespan"] == best
+    assert cli.json("timeline auto", *words)["exhibits"][0]["simulated"]["makespan"] == best
+    found = cli.json("compare 1f1b auto", *words)["makespan"]
     assert (found["before"], found["after"]) == (33.0, best)
-    assert main(["simulate", "auto", *words, "--memory", "4", "--json"]) == 0
-    assert max(json.loads(capsys.readouterr().out)["peak_activations"]) == 4
+    assert max(cli.json("simulate auto", *words, "--memory 4")["peak_activations"]) == 4
 
 
-def test_a_schedule_is_exported_and_read_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_schedule_is_exported_and_read_again(cli: Cli, tmp_path: Path) -> None:
     words = ("schedule", "interleaved", "--ranks", "2", "--microbatches", "4", "--chunks", "3")
-    table = answer(capsys, *words, "--format", "csv")
-    whole = Schedule.from_json(answer(capsys, *words, "--format", "json"))
+    table = cli.text(*words, "--format csv")
+    whole = Schedule.from_json(cli.text(*words, "--format json"))
     assert Schedule.from_csv(table).programs == whole.programs
     (tmp_path / "mine.csv").write_text(table)
-    built = simulated(capsys, "interleaved", "--ranks", "2", "--microbatches", "4", "--chunks", "3")
-    read = simulated(capsys, "--csv", str(tmp_path / "mine.csv"))
+    built = cli.json("simulate interleaved --ranks 2 --microbatches 4 --chunks 3")
+    read = cli.json("simulate --csv", str(tmp_path / "mine.csv"))
     assert {**read, "schedule": "interleaved"} == built
 
 
-def simulated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
-    found = json.loads(answer(capsys, "simulate", *words, "--json"))
-    assert isinstance(found, dict)
-    return found
-
-
-def test_a_simulation_with_durations_that_vary_has_a_range(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_simulation_with_durations_that_vary_has_a_range(
+    cli: Cli, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     words = ["simulate", "1f1b", "--ranks", "2", "--microbatches", "4"]
     spread = Spread.of_half_ranges([0.1, 0.1])
     (tmp_path / "noise.json").write_text(spread.to_json())
@@ -151,27 +125,25 @@ def test_a_simulation_with_durations_that_vary_has_a_range(capsys: pytest.Captur
     run = RunFile(schedule=schedule, simulated=simulate(schedule, costs), costs=costs, spread=spread, sampled=taken)
     run.write(tmp_path)
     for given in ("0.1", str(tmp_path / "noise.json"), str(tmp_path), str(tmp_path / "timeline.json")):
-        assert main([*words, "--spread", given, "--json"]) == 0
-        answer = json.loads(capsys.readouterr().out)
+        answer = cli.json(*words, "--spread", given)
         assert (answer["predicted_seconds"], tuple(answer["predicted_range"])) == (taken.median, taken.range())
         assert answer["makespan"] == 15.0
     assert main([*words, "--spread", "0.1"]) == 0
     low, high = taken.range()
     median, low, high = map(duration, (taken.median, low, high))
     assert f"{median:>10}   median of steps that vary; 90%: {low} .. {high}" in capsys.readouterr().out
-    assert main([*words, "--spread", "-0.1"]) == 2
-    assert "half ranges [-0.1, -0.1]: expected finite numbers of at least 0" in capsys.readouterr().err
-    assert main([*words, "--spread", "abc"]) == 2
-    assert "--spread abc: expected a number such as 0.1, a Spread's JSON file, or a run" in capsys.readouterr().err
+    assert "half ranges [-0.1, -0.1]: expected finite numbers of at least 0" in cli.refused(*words, "--spread -0.1")
+    assert "--spread abc: expected a number such as 0.1, a Spread's JSON file, or a run" in cli.refused(
+        *words, "--spread abc"
+    )
 
 
 @pytest.mark.thorough
-def test_a_simulation_of_steps_that_follow_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_simulation_of_steps_that_follow_a_run(cli: Cli, tmp_path: Path) -> None:
     words = ["simulate", "1f1b", "--ranks", "2", "--microbatches", "4", "--following", "50"]
     spread = Spread(actions={}, steps=[{op: [[1.0 + 0.01 * n] * 4] * 2 for op in (Op.F, Op.B)} for n in range(20)])
     (tmp_path / "noise.json").write_text(spread.to_json())
-    assert main([*words, "--spread", str(tmp_path / "noise.json"), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = cli.json(*words, "--spread", str(tmp_path / "noise.json"))
     schedule, costs = build("1f1b", num_ranks=2, num_microbatches=4), Costs(forward=1.0)
     steps = steps_that_follow(spread, schedule, 50)
     assert tuple(answer["predicted_range"]) == simulate_spread(schedule, costs, steps).range()
@@ -179,16 +151,15 @@ def test_a_simulation_of_steps_that_follow_a_run(capsys: pytest.CaptureFixture[s
         ([], "--following 50: expected --spread and a run"),
         (["--spread", "0.1"], "--following 50: --spread 0.1 knows nothing of how steps differ"),
     ]:
-        assert main([*words, *given]) == 2
-        assert why in capsys.readouterr().err
+        assert why in cli.refused(*words, *given)
 
 
-def test_latency_and_costs_by_stage_reach_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:
+def test_latency_and_costs_by_stage_reach_the_simulator(cli: Cli) -> None:
     words = ("gpipe", "--ranks", "2", "--microbatches", "1")
-    assert simulated(capsys, *words, "--forward", "1", "2", "--backward", "3", "4")["makespan"] == 10.0
-    assert simulated(capsys, *words, "--latency", "0.25")["makespan"] == 6.5
+    assert cli.json("simulate", *words, "--forward 1 2 --backward 3 4")["makespan"] == 10.0
+    assert cli.json("simulate", *words, "--latency 0.25")["makespan"] == 6.5
     replicas = ("1f1b", "--ranks", "3", "--microbatches", "2", "--replicas", "1", "2")
-    assert simulated(capsys, *replicas, "--reduce-grad", "0", "20")["makespan"] == 25.0  # behind 1B1, at 5
+    assert cli.json("simulate", *replicas, "--reduce-grad 0 20")["makespan"] == 25.0  # behind 1B1, at 5
 
 
 # --- schedules whose batches overlap ---
@@ -211,29 +182,27 @@ OPTIONS: list[tuple[tuple[str, ...], dict[str, object]]] = [
         ("pipedream", ("--ranks", "3", "--microbatches", "4", "--vertical-sync"), {"vertical_sync": True}),
     ],
 )
-def test_options_reach_the_builder(
-    name: str, words: tuple[str, ...], options: dict[str, object], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_reach_the_builder(name: str, words: tuple[str, ...], options: dict[str, object], cli: Cli) -> None:
     """The same ones for both commands; JSON says everything, so that a file can be simulated, too."""
     sizes = {"num_ranks": int(words[1]), "num_microbatches": int(words[3])}
     expected = build(name, **sizes, **options)  # type: ignore[arg-type]
-    assert Schedule.from_json(answer(capsys, "schedule", name, *words, "--format", "json")) == expected
-    assert answer(capsys, "schedule", name, *words) == f"{expected.grid()}\n"
-    assert simulated(capsys, name, *words)["num_batches"] == expected.num_batches
+    assert Schedule.from_json(cli.text("schedule", name, *words, "--format json")) == expected
+    assert (cli.text("schedule", name, *words), cli.told) == (f"{expected.grid()}\n", "")
+    assert cli.json("simulate", name, *words)["num_batches"] == expected.num_batches
 
 
-def test_a_simulated_flush_has_none(capsys: pytest.CaptureFixture[str]) -> None:
-    found = simulated(capsys, "1f1b", "--ranks", "2", "--microbatches", "4")
+def test_a_simulated_flush_has_none(cli: Cli) -> None:
+    found = cli.json("simulate 1f1b --ranks 2 --microbatches 4")
     assert (found["streams"], found["num_batches"]) == (False, 1)
     assert found["batch_seconds"] == found["makespan"]
     assert (found["peak_versions"], found["staleness"]) == ([1, 1], [0, 0])
-    text = answer(capsys, "simulate", "1f1b", "--ranks", "2", "--microbatches", "4")
+    text = cli.text("simulate 1f1b --ranks 2 --microbatches 4")
     assert not any(words in text for words in ("versions", "staleness", "steady"))
 
 
-def test_the_table_of_a_stream(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_a_stream(cli: Cli) -> None:
     words = ("simulate", "2bw", "--ranks", "2", "--microbatches", "2")
-    lines = answer(capsys, *words).splitlines()
+    lines = cli.text(*words).splitlines()
     assert lines[0] == "2bw: 2 ranks, 1 chunk per rank, 2 microbatches a batch, 8 batches (simulated)"
     assert lines[4].split() == [
         "batch",
@@ -245,8 +214,8 @@ def test_the_table_of_a_stream(capsys: pytest.CaptureFixture[str]) -> None:
     assert "held  versions  staleness  largest idle cause" in lines[8]
     assert lines[9].split() == ["0", "48.0", "s", "3.00", "s", "2", "2", "1", "late", "peer", "(3.00", "s)"]
     assert "1 s is one forward of a stage" in lines[-1]
-    assert "1 s is" not in answer(capsys, *words, "--forward", "1")
-    assert "of all: give more --batches for a steady state" in answer(capsys, *words, "--batches", "2")
+    assert "1 s is" not in cli.text(*words, "--forward 1")
+    assert "of all: give more --batches for a steady state" in cli.text(*words, "--batches 2")
 
 
 def test_every_help_names_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,14 +248,14 @@ def test_every_help_names_every_schedule(capsys: pytest.CaptureFixture[str]) -> 
         (("timeline", "nowhere"), "nowhere: no such file, run folder or schedule: expected a run (folder or name), a"),
     ],
 )
-def test_mistakes_are_answered_in_one_line(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert message in mistake(capsys, *words)
+def test_mistakes_are_answered_in_one_line(words: tuple[str, ...], message: str, cli: Cli) -> None:
+    assert message in cli.refused(*words)
 
 
 @pytest.mark.thorough
-def test_schedules_are_made_for_the_costs_and_memory_that_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedules_are_made_for_the_costs_and_memory_that_are_given(
+    cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Where none are given, the order is the family's own."""
 
     def made(*words: str) -> Schedule:
@@ -301,7 +270,7 @@ def test_schedules_are_made_for_the_costs_and_memory_that_are_given(capsys: pyte
         assert made(name, *words) == build(name, **sizes, costs=costs) != build(name, **sizes)
     assert made("zb-2p", "--memory", "4") == build("zb-2p", **sizes, memory_limit=4)
     assert made("gis", "--group-size", "2") == build("gis", **sizes, group_size=2)
-    text = mistake(capsys, "schedule", "zb-1p", "--ranks", "3", "--microbatches", "6", "--memory", "0.5")
+    text = cli.refused("schedule zb-1p --ranks 3 --microbatches 6 --memory 0.5")
     assert "one microbatch alone is 1 stage activation on a rank; expected at least 1" in text
 
 
@@ -329,8 +298,6 @@ def test_the_planning_commands_start_fast(words: str) -> None:
 def test_a_reader_that_goes_away_is_no_error(words: str) -> None:
     command = [sys.executable, "-m", "stagewright", *words.split()]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ))
-    assert process.stdout is not None
-    assert process.stderr is not None
     process.stdout.close()
     assert process.stderr.read() == b""
     process.stderr.close()
@@ -355,7 +322,7 @@ def few(action, so_far):
 
 @pytest.mark.thorough
 def test_a_schedule_of_ones_own_is_checked_shown_simulated_and_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     expected = build("gpipe", num_ranks=2, num_microbatches=3)
@@ -364,24 +331,24 @@ def test_a_schedule_of_ones_own_is_checked_shown_simulated_and_drawn(
     (tmp_path / "mine.json").write_text(expected.to_json())
     for name in ("mine.csv", "mine.json", "own_order.py:order"):
         words = ("schedule", str(tmp_path / name), "--forward", "2", "-o", str(tmp_path / "drawn.png"))
-        text = answer(capsys, *words)
+        text = cli.text(*words)
         assert text.startswith(f"{expected.grid()}\n\nchecked: ")
         assert "makespan             24.0 s" in text  # (M + P - 1) (F + B), with B twice the F
         assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
         (tmp_path / "drawn.png").unlink()
-        found = simulated(capsys, str(tmp_path / name), "--forward", "2")
+        found = cli.json("simulate", str(tmp_path / name), "--forward 2")
         assert (found["makespan"], found["num_microbatches"]) == (24.0, 3)
-    found = simulated(capsys, str(tmp_path / "own_order.py:order"), "--microbatches", "5")
+    found = cli.json("simulate", str(tmp_path / "own_order.py:order"), "--microbatches 5")
     assert found["num_microbatches"] == 5
-    assert "--chunks 2 but" in mistake(capsys, "schedule", str(tmp_path / "own_order.py:order"), "--chunks", "2")
-    text = answer(capsys, "schedule", str(tmp_path / "own_order.py:few"), "--ranks", "2", "--microbatches", "3")
+    assert "--chunks 2 but" in cli.refused("schedule", str(tmp_path / "own_order.py:order"), "--chunks 2")
+    text = cli.text("schedule", str(tmp_path / "own_order.py:few"), "--ranks 2 --microbatches 3")
     assert text.startswith(build("1f1b", num_ranks=2, num_microbatches=3).grid())
     drawn = tmp_path / "few.html"
     words = ("--ranks", "2", "--microbatches", "3", "-o", str(drawn))
-    assert "few, simulated" in answer(capsys, "timeline", str(tmp_path / "own_order.py:few"), *words)
+    assert "few, simulated" in cli.text("timeline", str(tmp_path / "own_order.py:few"), *words)
     assert drawn.stat().st_size > 0
-    assert "expected --ranks and --microbatches" in mistake(capsys, "schedule", str(tmp_path / "own_order.py:few"))
-    assert "own_order.py:deadlock: deadlock" in mistake(capsys, "schedule", str(tmp_path / "own_order.py:deadlock"))
+    assert "expected --ranks and --microbatches" in cli.refused("schedule", str(tmp_path / "own_order.py:few"))
+    assert "own_order.py:deadlock: deadlock" in cli.refused("schedule", str(tmp_path / "own_order.py:deadlock"))
 
 
 def test_names_that_a_terminal_would_carry_out_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.commands import Cli
 from support.inside import (
     CostOptions,
     Request,
     compare_exhibits,
     comparison_table,
-    main,
     read_exhibits,
 )
 from support.run_folder import write_run
@@ -47,15 +46,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict:  # type: ignore[type-arg]
-    assert main(["compare", *words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert isinstance(found, dict)
-    return found
-
-
-def test_two_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "fast", "runs/slow")
+def test_two_runs(runs: Path, cli: Cli) -> None:
+    found = cli.json("compare fast runs/slow")
     assert (found["before"]["name"], found["after"]["name"]) == ("fast", "slow")
     assert found["before"]["caption"].startswith("measured, step")
     assert found["step_seconds"]["change"] == found["makespan"]["after"] - found["makespan"]["before"] > 0
@@ -68,9 +60,8 @@ def test_two_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["departures"][0]["rank"] == 1
 
 
-def test_the_table_reads_the_same(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "fast", "slow"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_table_reads_the_same(runs: Path, cli: Cli) -> None:
+    lines = cli.text("compare fast slow").splitlines()
     assert lines[0].startswith("A  fast (measured")
     assert lines[1].startswith("B  slow (measured")
     text = "\n".join(lines)
@@ -80,14 +71,14 @@ def test_the_table_reads_the_same(runs: Path, capsys: pytest.CaptureFixture[str]
     assert not any(line != line.rstrip() for line in lines)
 
 
-def test_a_run_alone_is_compared_with_its_prediction(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "slow")
+def test_a_run_alone_is_compared_with_its_prediction(runs: Path, cli: Cli) -> None:
+    found = cli.json("compare slow")
     assert (found["before"]["caption"], found["after"]["caption"][:8]) == ("simulated", "measured")
     assert found["configuration"] == {}
     assert found["stragglers"][0]["name"] == "rank 1"
 
 
-def test_plans_say_their_cut_and_memory(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_say_their_cut_and_memory(runs: Path, cli: Cli) -> None:
     nodes = tuple(
         Node(name=n, forward_seconds=1.0, backward_seconds=2.0, activation_bytes=8.0, parameter_bytes=100.0)
         for n in "abcd"
@@ -97,28 +88,26 @@ def test_plans_say_their_cut_and_memory(runs: Path, capsys: pytest.CaptureFixtur
         cluster = Cluster.parse(f"{size}:net=1GB/s")
         found = plan(profile, cluster, global_batch=8, pipeline_sizes=(size,), schedules=("1f1b",))
         Path(f"plan{size}.json").write_text(found.to_json())
-    told = answer(capsys, "plan2.json", "plan4.json", "-o", "both.html")
+    told = cli.json("compare plan2.json plan4.json -o both.html")
     assert told["configuration"]["cut"] == ["a .. b | c .. d", "a | b | c | d"]
     assert told["ranks"] == told["departures"] == []
     assert any("2 ranks before and 4 after" in note for note in told["notes"])
     assert max(told["before"]["peak_bytes"]) > max(told["after"]["peak_bytes"]) > 0
     assert told["written"] == ["both.html"]
     assert Path("both.html").stat().st_size > 10_000
-    assert main(["compare", "plan2.json", "plan4.json"]) == 0
-    assert "memory, fullest rank" in capsys.readouterr().out
+    assert "memory, fullest rank" in cli.text("compare plan2.json plan4.json")
 
 
-def test_an_order_that_holds_more_is_not_just_faster(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_order_that_holds_more_is_not_just_faster(cli: Cli) -> None:
     """Stages of another size count as parts of the same model."""
-    assert main(["compare", "1f1b", "zb-h2", "--ranks", "4", "--microbatches", "8"]) == 0
-    told = capsys.readouterr().out
+    told = cli.text("compare 1f1b zb-h2 --ranks 4 --microbatches 8")
     assert "activations held               1.00         1.75        +0.75    +75.0%" in told
     assert "6.00 s shorter, most of all for late peer (-4.50 s)\n  the fullest rank holds 75% more activations" in told
-    found = answer(capsys, "gpipe", "interleaved", "--ranks", "4", "--microbatches", "8")
+    found = cli.json("compare gpipe interleaved --ranks 4 --microbatches 8")
     assert [found[side]["activations_held"] for side in ("before", "after")] == [2.0, 11 / 8]
 
 
-def test_a_prediction_has_one_name_for_each_of_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prediction_has_one_name_for_each_of_its_figures() -> None:
     """Drawn and compared is the simulated step; predicted is the median of steps that vary."""
     samples = StepSamples(seconds=(40.0, 41.0, 42.0), bubbles=(0.5, 0.5, 0.5))
     varied, other = (
@@ -131,9 +120,9 @@ def test_a_prediction_has_one_name_for_each_of_its_figures(capsys: pytest.Captur
     assert rows["step"][1] != rows["predicted"][1] == "41.0"
 
 
-def test_a_measured_run_beside_a_schedule(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_run_beside_a_schedule(runs: Path, cli: Cli) -> None:
     """Only what both have is compared: here the prediction."""
-    found = answer(capsys, "fast", "zb-h1", "--ranks", "2", "--microbatches", "8")
+    found = cli.json("compare fast zb-h1 --ranks 2 --microbatches 8")
     assert [found[side]["caption"] for side in ("before", "after")] == ["simulated", "simulated"]
     assert any("only fast was measured" in note for note in found["notes"])
     assert found["configuration"]["schedule"] == ["1f1b", "zb-h1"]
@@ -165,11 +154,10 @@ def test_the_step_in_the_middle_speaks_for_a_run() -> None:
         (["fast", "slow", "--ranks", "3"], "--ranks with fast, slow"),
     ],
 )
-def test_mistakes_are_named(runs: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+def test_mistakes_are_named(runs: Path, cli: Cli, words: list[str], message: str) -> None:
     write_run("broken", timeline(), timeline(measured=True))
     Path("runs/broken/manifest.json").write_text("{")
-    assert main(["compare", *words]) == 2
-    assert message in capsys.readouterr().err
+    assert message in cli.refused("compare", *words)
 
 
 @pytest.mark.thorough(but=["seconds0-chimera"])
@@ -180,10 +168,8 @@ def test_schedules_that_are_compared_do_equal_work(name: str, seconds: tuple[flo
     exhibits = read_exhibits(["1f1b", name], CostOptions(ranks=4, microbatches=8, forward=seconds))
     each = seconds * (4 // len(seconds))
     for exhibit in exhibits:
-        assert exhibit.simulated is not None
         assert sum(rank.busy for rank in exhibit.simulated.ranks) == pytest.approx(8 * 3 * sum(each))
     last = exhibits[1].simulated
-    assert last is not None
     V = last.schedule.num_stages // 4
     spans = [span for rank in last.ranks for span in rank.compute if span.what.op is Op.F]
     assert [span.end - span.start for span in spans] == pytest.approx([each[s.what.stage // V] / V for s in spans])

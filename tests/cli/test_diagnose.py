@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import textwrap
@@ -10,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.commands import Done
-from support.inside import Measured, diagnosis_text, main, step_with
+from support.commands import Cli, Done
+from support.inside import Measured, diagnosis_text, step_with
 
 STEPS = 4
 SLOW = """
@@ -93,10 +92,9 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.nightly  # it measures
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("data", ["slow_fetch", "slow_collate", "slow_file"])
-def test_injected_stalls_are_found_where_they_were_put(data: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_injected_stalls_are_found_where_they_were_put(data: str, cli: Cli) -> None:
     words = ("--data", f"slow_data:{data}", "--ranks", "1", "--diagnose-steps", str(STEPS), "--json")
-    assert main([*WORDS, *words, *(("--batch", "4") if data == "slow_fetch" else ())]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli.json(*WORDS, *words, *(("--batch", "4") if data == "slow_fetch" else ()))
     causes, took = found["causes_seconds"], sys.modules["slow_data"].took
     # 4 batches from memory were read before, and the first one of the loader's own is not waited for.
     fetched = sum(took["fetch"][4 * 5 : 4 * (5 + STEPS)]) / STEPS
@@ -172,8 +170,5 @@ def test_the_table_is_80_columns_wide() -> None:
         (("--data", "slow_data:slow_fetch", "--resume"), "--diagnose data with --resume: leave one away"),
     ],
 )
-def test_what_cannot_be_diagnosed_is_refused_before_the_first_step(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*WORDS, *words, "--ranks", "1"]) != 0
-    assert said in " ".join(capsys.readouterr().err.split())
+def test_what_cannot_be_diagnosed_is_refused_before_the_first_step(words: tuple[str, ...], said: str, cli: Cli) -> None:
+    assert said in " ".join(cli.refused(*WORDS, *words, "--ranks 1").split())

@@ -6,18 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.inside import main
+from support.commands import Cli
 from support.run_folder import write_run
 
 from stagewright.partition import Node, Profile
 from stagewright.schedules import Costs, build, simulate
 
 COMMANDS = ("schedule gone.csv", "timeline gone", "compare gone lost", "plan --check gone")
-
-
-def refused(capsys: pytest.CaptureFixture[str], line: str) -> str:
-    assert main(line.split()) == 2
-    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -35,24 +30,22 @@ def refused(capsys: pytest.CaptureFixture[str], line: str) -> str:
     ],
 )
 def test_what_cannot_be_drawn_is_refused_before_the_work(
-    command: str, options: str, message: str, capsys: pytest.CaptureFixture[str], here: Path
+    command: str, options: str, message: str, cli: Cli, here: Path
 ) -> None:
     """Nothing that these commands read exists: they would say so once they begin."""
     Path("folder.svg").mkdir()
-    assert message in refused(capsys, f"{command} {options}")
+    assert message in cli.refused(f"{command} {options}")
 
 
-def test_a_checkpoint_is_not_read_for_a_file_that_cannot_be_written(
-    capsys: pytest.CaptureFixture[str], here: Path
-) -> None:
+def test_a_checkpoint_is_not_read_for_a_file_that_cannot_be_written(cli: Cli, here: Path) -> None:
     message = "-o nowhere/x.pt: cannot write: expected a file in a folder that exists"
-    assert message in refused(capsys, "export gone -o nowhere/x.pt")
+    assert message in cli.refused("export gone -o nowhere/x.pt")
 
 
 @pytest.mark.parametrize("command", COMMANDS[:3])
-def test_the_look_of_a_picture_needs_one(command: str, capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_the_look_of_a_picture_needs_one(command: str, cli: Cli, here: Path) -> None:
     message = "--column one without a picture: expected -o with .png or .svg or .pdf, too"
-    assert message in refused(capsys, f"{command} --column one -o x.html")
+    assert message in cli.refused(f"{command} --column one -o x.html")
 
 
 @pytest.fixture
@@ -94,13 +87,13 @@ def inputs(here: Path) -> Path:
         ("profile --links --profiles profile.json --out profile.json", "profile.json"),
     ],
 )
-def test_no_input_is_overwritten(line: str, path: str, capsys: pytest.CaptureFixture[str], inputs: Path) -> None:
+def test_no_input_is_overwritten(line: str, path: str, cli: Cli, inputs: Path) -> None:
     before = Path(path).read_bytes()
-    assert "expected another" in refused(capsys, line)
+    assert "expected another" in cli.refused(line)
     assert Path(path).read_bytes() == before
 
 
-def test_what_was_drawn_is_drawn_again(inputs: Path) -> None:
+def test_what_was_drawn_is_drawn_again(inputs: Path, cli: Cli) -> None:
     for name in ("own.html", "trace.json", "runs/gpt/mine.json", "runs/gpt/timeline.perfetto.json"):
         for _ in range(2):
-            assert main(["timeline", "gpt", "-o", name]) == 0
+            cli.text("timeline gpt -o", name)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.commands import Done
+from support.commands import Cli, Done
 from support.inside import (
     Batch,
     OwnBatches,
@@ -154,12 +154,9 @@ COMMON = ("--steps", "7", "--microbatches", "4", "--seed", "3", "--clip", "0.25"
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("data", ["few", "stream"])
-def test_a_model_of_the_users_is_trained_as_plain_pytorch_would(
-    mine: Path, data: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_the_users_is_trained_as_plain_pytorch_would(mine: Path, data: str, cli: Cli) -> None:
     words = ("--model", "own_mine:model", "--data", f"own_mine:{data}", "--optimizer", "own_mine:sgd", "--name", "one")
-    assert main(["train", *words, *COMMON, "--ranks", "1"]) == 0
-    summary = json.loads(capsys.readouterr().out)
+    summary = cli.json("train", *words, *COMMON, "--ranks 1")
     assert (summary["samples"], summary["tokens"], summary["val_loss"]) == (56, None, None)
     assert losses(mine / "runs" / "one") == pytest.approx(by_hand(7), rel=1e-12)
     manifest = json.loads((mine / "runs" / "one" / "manifest.json").read_text())
@@ -211,12 +208,9 @@ def test_two_ranks_train_it_to_the_same_losses(command: Callable[..., Done], min
     assert json.loads(done.stdout)["num_ranks"] == 2
 
 
-def test_the_cut_of_an_own_model_is_shown_before_anything_is_trained(
-    mine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_cut_of_an_own_model_is_shown_before_anything_is_trained(mine: Path, cli: Cli) -> None:
     words = ("--model", "own_mine:model", "--data", "own_mine:few", "--dry-run", "--json")
-    assert main(["train", *words]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = cli.json("train", *words)
     assert answer["parameters"] == 4 * 8 + 8 + 8 * 3 + 3
     assert [stage["ranks"] for stage in answer["stages"]] == [[0], [1]]
     assert not (mine / "runs").exists()
@@ -349,14 +343,14 @@ OWN = ("--model", "own_mine:model", "--data", "own_mine:few")
 def test_mistakes_name_the_value_what_was_expected_and_what_to_type(
     mine: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "--ranks", "1", *words]) == 2
+    assert main(["train", "--ranks", "1", *words]) == 2  # some have begun to run, and have said so
     error = capsys.readouterr().err
     assert error.startswith("stagewright: error: ")
     assert "Traceback" not in error
     assert re.search(message, error), error
 
 
-def test_a_plan_for_batches_of_another_size_is_refused(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_batches_of_another_size_is_refused(mine: Path, cli: Cli) -> None:
     part = PlanStage(nodes=("0", "1", "2"), ranks=(0,), step_seconds=0.3)
     plan = Plan(
         stages=(part,),
@@ -373,8 +367,7 @@ def test_a_plan_for_batches_of_another_size_is_refused(mine: Path, capsys: pytes
     )
     (mine / "of_16.json").write_text(plan.to_json())
     (mine / "of_8.json").write_text(replace(plan, microbatch_size=2).to_json())
-    assert main(["train", "--ranks", "1", "--dry-run", *OWN, "--plan", "of_16.json"]) == 2
-    error = capsys.readouterr().err
+    error = cli.refused("train --ranks 1 --dry-run", *OWN, "--plan of_16.json")
     assert "own_mine:few gives batches of 8, and the plan is for 4 microbatches of 4 samples: expected batches" in error
     assert "batches of 16 (--batch where" in error
     assert main(["train", "--ranks", "1", "--dry-run", *OWN, "--plan", "of_8.json"]) == 0
@@ -405,15 +398,12 @@ def test_two_options_may_name_one_file(mine: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_an_own_model_is_profiled_and_planned_in_one_go(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_own_model_is_profiled_and_planned_in_one_go(mine: Path, cli: Cli) -> None:
     words = (*OWN, "--optimizer", "own_mine:plain_sgd")
-    assert main(["profile", *words, "--microbatch", "3", "--seconds", "0.1", "--json"]) == 0
-    profile = json.loads(capsys.readouterr().out)
+    profile = cli.json("profile", *words, "--microbatch 3 --seconds 0.1")
     assert (len(profile["nodes"]), profile["microbatch_size"]) == (3, 3)
-    assert main(["plan", *words, "--ranks", "2", "--batch", "8", "--replicas", "1", "--pipeline", "2", "--json"]) == 0
-    printed = capsys.readouterr()
-    plan = json.loads(printed.out)
-    assert "ranks that share a host slow each other down, which is not in these seconds: `stagewright" in printed.err
+    plan = cli.json("plan", *words, "--ranks 2 --batch 8 --replicas 1 --pipeline 2")
+    assert "ranks that share a host slow each other down, which is not in these seconds: `stagewright" in cli.told
     assert plan["costs"]["norm"] == 0.0  # clipped to 1, as `stagewright train` does, over links that take no time
     assert [node for stage in plan["stages"] for node in stage["nodes"]] == ["0", "1", "2"]
     assert plan["microbatch_size"] in (1, 2, 4)
@@ -426,15 +416,9 @@ def test_an_own_model_is_profiled_and_planned_in_one_go(mine: Path, capsys: pyte
         (("profile", *OWN, "--links"), "--links and --model: expected one of them"),
         (("profile", *OWN, "--layers", "9"), "--layers 9 with --model"),
         (("plan", *OWN, "--ranks", "2", "--batch", "6"), "--batch 6 and --data own_mine:few gives batches of 8"),
-        (
-            ("plan", *OWN, "--profile", "a.json", "--ranks", "2", "--batch", "8"),
-            "--profile and --model: expected one of",
-        ),
+        (("plan", *OWN, "--profile", "a.json", "--ranks", "2", "--batch", "8"), "--profile and --model: expected one"),
         (("plan", "--ranks", "2", "--batch", "8"), "no model: expected one of --profile FILE, --model FUNCTION"),
     ],
 )
-def test_mistakes_of_profile_and_plan(
-    mine: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(list(words)) == 2
-    assert message in capsys.readouterr().err
+def test_mistakes_of_profile_and_plan(mine: Path, words: tuple[str, ...], message: str, cli: Cli) -> None:
+    assert message in cli.refused(*words)

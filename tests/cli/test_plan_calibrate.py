@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.commands import Cli
 from support.inside import DeviceModel, Transformer, TransformerSource, main
 
 from stagewright.partition import Cluster, GivenStage, Node, Plan, Profile, evaluate, plan
@@ -22,13 +22,6 @@ FORMULAS = ["--transformer", SHAPE, "--device", "A100-80GB", "--cluster", CLUSTE
 def csv_of(path: Path, *lines: str) -> str:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(path)
-
-
-def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
-    assert main(["plan", "--calibrate", *words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert isinstance(found, dict)
-    return found
 
 
 def equal_plan(device: DeviceModel, sizes: tuple[int, int, int, int, int]) -> float:
@@ -49,21 +42,20 @@ def equal_plan(device: DeviceModel, sizes: tuple[int, int, int, int, int]) -> fl
 
 
 @pytest.mark.thorough
-def test_a_device_is_fitted_to_runs_of_any_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_device_is_fitted_to_runs_of_any_sizes(cli: Cli, tmp_path: Path) -> None:
     """Runs of a device that reaches half of the products' speed: the file has its matrix_efficiency."""
     true = replace(DeviceModel.preset("A100-80GB"), matrix_efficiency=0.332)
     sizes = [(1, 2, 2, 4, 4), (2, 2, 1, 8, 8), (4, 1, 2, 8, 8), (4, 2, 1, 4, 16)]
     rows = [f"{P},{D},{T},1,{b},{M},1f1b,layer,{equal_plan(true, (P, D, T, b, M))}" for P, D, T, b, M in sizes]
     path, out = csv_of(tmp_path / "runs.csv", "# of last week", COLUMNS, *rows), tmp_path / "device.json"
-    found = answer(capsys, path, *FORMULAS, "--out", str(out))
+    found = cli.json("plan --calibrate", path, *FORMULAS, "--out", str(out))
     assert found["choice"] == "one scale"
     assert DeviceModel.load(out).matrix_efficiency == pytest.approx(0.332, rel=0.01)
     assert replace(DeviceModel.load(out), matrix_efficiency=0.664) == DeviceModel.preset("A100-80GB")
     before = [equal_plan(DeviceModel.preset("A100-80GB"), each) for each in sizes]
     assert found["before"] == pytest.approx(before)
     assert found["after"] == pytest.approx(found["measured"], rel=0.01)
-    assert main(["plan", "--calibrate", path, *FORMULAS, "--out", str(out)]) == 0
-    printed = capsys.readouterr().out
+    printed = cli.text("plan --calibrate", path, *FORMULAS, "--out", str(out))
     assert "matrix_efficiency" in printed
     assert "line 3" in printed
     assert "off on average: no fit" in printed
@@ -88,9 +80,7 @@ def measured(profile: Profile, cluster: Cluster, found: Plan) -> float:
 
 @pytest.mark.thorough(but=["False"])
 @pytest.mark.parametrize("is_plan", [True, False])
-def test_a_cluster_is_fitted_to_runs_of_a_profile(
-    is_plan: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_cluster_is_fitted_to_runs_of_a_profile(is_plan: bool, cli: Cli, tmp_path: Path) -> None:
     """Devices half as fast as the profile's; plans as files, or by their sizes, which `plan` cuts the same."""
     path, profile = profile_file(tmp_path)
     cluster, rows = Cluster.parse("4:net=1GB/s@1us"), []
@@ -104,7 +94,7 @@ def test_a_cluster_is_fitted_to_runs_of_a_profile(
     runs = csv_of(tmp_path / "runs.csv", "plan,seconds" if is_plan else "P,D,microbatch,M,seconds", *rows)
     out = tmp_path / "cluster.json"
     given = [runs, "--profile", path, "--cluster", "4:net=1GB/s@1us", "--out", str(out)]
-    found_here = answer(capsys, *given)
+    found_here = cli.json("plan --calibrate", *given)
     assert found_here["choice"] == "one scale"
     fitted = Cluster.load(out)
     assert fitted.kinds[0].speed == pytest.approx(0.5, rel=1e-3)
@@ -112,11 +102,10 @@ def test_a_cluster_is_fitted_to_runs_of_a_profile(
     assert main(["plan", "--profile", path, "--cluster", str(out), "--batch", "8"]) == 0
 
 
-def test_one_run_is_not_judged(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_one_run_is_not_judged(cli: Cli, tmp_path: Path) -> None:
     path, _ = profile_file(tmp_path)
     runs = csv_of(tmp_path / "runs.csv", "P,microbatch,M,seconds", "2,2,4,0.3")
-    assert main(["plan", "--calibrate", runs, "--profile", path, "--ranks", "2"]) == 0
-    printed = capsys.readouterr().out
+    printed = cli.text("plan --calibrate", runs, "--profile", path, "--ranks 2")
     assert "1 measured step: one scale is fitted, and nothing is left out" in " ".join(printed.split())
     assert "expected steps of at least 2 plans, better of 3 or more" in " ".join(printed.split())
     assert "--out FILE.json writes it" in " ".join(printed.split())
@@ -124,11 +113,7 @@ def test_one_run_is_not_judged(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 MISTAKES: Sequence[tuple[str, str, str]] = (
     ("P,M,microbatch,second", "1,1,1,1", "runs.csv, line 1: no column 'seconds': expected seconds"),
-    (
-        "P,M,microbatch,B,seconds",
-        "1,1,1,1,1",
-        "runs.csv, line 1: column: 'B': expected some of plan,P,D,T,V,microbatch",
-    ),
+    ("P,M,microbatch,B,seconds", "1,1,1,1,1", "line 1: column: 'B': expected some of plan,P,D,T,V,microbatch"),
     ("P,microbatch,seconds", "1,1,1", "columns P,microbatch,seconds: expected plan,seconds or P,D,T,V"),
     ("plan,P,seconds", "a.json,1,1", "columns plan,P,seconds: expected plan,seconds or P,D,T,V"),
     ("plan,seconds", "a.json,1", "runs.csv, line 2: column plan: "),
@@ -159,64 +144,45 @@ MISTAKES: Sequence[tuple[str, str, str]] = (
         "2,2,2,1,6,dualpipe-v,1",
         "line 2: columns M / D: 3 for schedule 'dualpipe-v' on 2 ranks: expected at least 4 (2P)",
     ),
-    (
-        "P,V,microbatch,M,schedule,seconds",
-        "2,1,1,8,interleaved,1",
-        "runs.csv, line 2: column V: 1: expected at least 2",
-    ),
+    ("P,V,microbatch,M,schedule,seconds", "2,1,1,8,interleaved,1", "line 2: column V: 1: expected at least 2"),
     ("P,microbatch,M,recompute,seconds", "2,1,8,some,1", "runs.csv, line 2: column recompute: 'some': expected one of"),
     ("P,T,microbatch,M,seconds", "1,3,1,8,1", "runs.csv, line 2: column T: 3: expected a divisor of heads=8"),
 )
 MISTAKES_WITH_A_PROFILE: Sequence[tuple[str, str, str]] = (
     ("P,microbatch,M,seconds", "2,1,4,1", "line 2: column microbatch: no profile of 1 samples: expected some of 2"),
-    (
-        "P,T,microbatch,M,seconds",
-        "2,2,2,4,1",
-        "line 2: column T: 2: expected some of 1: what profiles and cluster allow",
-    ),
-    (
-        "P,microbatch,M,recompute,seconds",
-        "2,2,4,x,1",
-        "line 2: column recompute: 'x': expected some of none, full, layer",
-    ),
-    (
-        "P,V,microbatch,M,seconds",
-        "4,2,2,8,1",
-        "line 2: no configuration of a batch of 16 on 4 devices with P=4 and D=1",
-    ),
+    ("P,T,microbatch,M,seconds", "2,2,2,4,1", "line 2: column T: 2: expected some of 1: what profiles and cluster"),
+    ("P,microbatch,M,recompute,seconds", "2,2,4,x,1", "line 2: column recompute: 'x': expected some of none, full,"),
+    ("P,V,microbatch,M,seconds", "4,2,2,8,1", "line 2: no configuration of a batch of 16 on 4 devices with P=4 and"),
 )
 ARGUMENTS = ("num_chunks", "_sizes", "microbatch_size", "num_microbatches", "tensor:", "recompute=", "schedule=")
 
 
 @pytest.mark.parametrize(("columns", "row", "message"), MISTAKES)
-def test_mistakes(columns: str, row: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_mistakes(columns: str, row: str, message: str, cli: Cli, tmp_path: Path) -> None:
     runs = csv_of(tmp_path / "runs.csv", columns, row)
-    assert main(["plan", "--calibrate", runs, *FORMULAS]) == 2
-    printed = capsys.readouterr().err
+    printed = cli.refused("plan --calibrate", runs, *FORMULAS)
     assert message in printed
     assert printed.count("runs.csv") == 1
     assert [each for each in ARGUMENTS if each in printed] == []
 
 
 @pytest.mark.parametrize(("columns", "row", "message"), MISTAKES_WITH_A_PROFILE)
-def test_mistakes_with_a_profile(
-    columns: str, row: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_mistakes_with_a_profile(columns: str, row: str, message: str, cli: Cli, tmp_path: Path) -> None:
     path, _ = profile_file(tmp_path)
     runs = csv_of(tmp_path / "runs.csv", columns, row)
-    assert main(["plan", "--calibrate", runs, "--profile", path, "--ranks", "4"]) == 2
-    printed = capsys.readouterr().err
+    printed = cli.refused("plan --calibrate", runs, "--profile", path, "--ranks 4")
     assert f"runs.csv, {message}" in printed
     assert [each for each in ARGUMENTS if each in printed] == []
 
 
-def test_a_plan_for_another_cluster_is_named_by_its_column(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_plan_for_another_cluster_is_named_by_its_column(cli: Cli, tmp_path: Path) -> None:
     path, profile = profile_file(tmp_path)
     found = plan(profile, Cluster.parse("4:net=1GB/s"), global_batch=8, pipeline_sizes=(4,))
     (tmp_path / "four.json").write_text(found.to_json(), encoding="utf-8")
     runs = csv_of(tmp_path / "runs.csv", "plan,seconds", "four.json,1")
-    assert main(["plan", "--calibrate", runs, "--profile", path, "--ranks", "2"]) == 2
-    assert "runs.csv, line 2: column plan: ranks of the stages: [[0], [1], [2], [3]]" in capsys.readouterr().err
+    assert "runs.csv, line 2: column plan: ranks of the stages: [[0], [1], [2], [3]]" in cli.refused(
+        "plan --calibrate", runs, "--profile", path, "--ranks 2"
+    )
 
 
 @pytest.mark.parametrize("command", ["plan --calibrate RUNS.csv", "plan --check RUN"])
@@ -230,10 +196,8 @@ def test_a_wrong_option_names_the_help_that_lists_the_right_ones(
     assert f"stagewright {command} --help" in printed.err + printed.out
 
 
-def test_a_model_is_profiled_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_model_is_profiled_first(cli: Cli, tmp_path: Path) -> None:
     runs = csv_of(tmp_path / "runs.csv", "P,microbatch,M,seconds", "2,2,4,0.3")
     words = ["--model", "m.py:make", "--data", "m.py:batches", "--ranks", "2"]
-    assert main(["plan", "--calibrate", runs, *words]) == 2
-    assert "--model with --calibrate: expected --profile FILE" in capsys.readouterr().err
-    assert main(["plan", "--calibrate", str(tmp_path / "no.csv"), *FORMULAS]) == 2
-    assert "no.csv: No such file or directory" in capsys.readouterr().err
+    assert "--model with --calibrate: expected --profile FILE" in cli.refused("plan --calibrate", runs, *words)
+    assert "no.csv: No such file or directory" in cli.refused("plan --calibrate", str(tmp_path / "no.csv"), *FORMULAS)

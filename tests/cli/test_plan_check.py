@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import Cli
 from support.inside import Cause, RunFile, _fits, check_run, header_line, main, step_line, trace_path
 from support.inside import simulated_simulated as simulated
 from support.recorded import records_of
@@ -89,15 +90,7 @@ def write_run(
     )
 
 
-def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main(["plan", "--check", *words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert isinstance(found, dict)
-    return found
-
-
 def slower_backward(costs: Costs) -> list[float]:
-    assert isinstance(costs.backward, tuple)
     return [1.25 * each if stage == 1 else each for stage, each in enumerate(costs.backward)]  # type: ignore[operator]
 
 
@@ -109,9 +102,9 @@ def test_first_steps_with_a_flush_are_not_held_against_a_plan_without(name: str)
 
 
 @pytest.mark.usefixtures("_here")
-def test_a_slow_backward_is_named_with_the_command_that_measures_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slow_backward_is_named_with_the_command_that_measures_it(cli: Cli) -> None:
     write_run(Path("runs/one"), planned(), costs={"backward": slower_backward})
-    found = answer(capsys, "one")
+    found = cli.json("plan --check one")
     (again,) = found["measure_again"]
     assert "backward of stage 1 takes 1.25 times as long as planned" in again["why"][0]
     assert again["command"] == (
@@ -123,8 +116,7 @@ def test_a_slow_backward_is_named_with_the_command_that_measures_it(capsys: pyte
     assert found["step_seconds"] == pytest.approx(found["simulated"] + sum(changes.values()))
     assert all(there == pytest.approx(1.1 * expected) for expected, there in found["tensor_bytes"])
     # The same for people, with a picture.
-    assert main(["plan", "--check", "runs/one", "-o", "check.svg"]) == 0
-    printed = capsys.readouterr().out
+    printed = cli.text("plan --check runs/one -o check.svg")
     assert "one: 1f1b, 4 stages on 4 ranks, medians of 2 traced steps" in printed
     assert "actions as measured" in printed
     assert "    stagewright profile --layers 4" in printed
@@ -166,11 +158,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of the p
 @pytest.mark.thorough(but=["update"])
 @pytest.mark.usefixtures("_here")
 @pytest.mark.parametrize("kind", CASES)
-def test_plans_of_every_kind(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_plans_of_every_kind(cli: Cli, kind: str) -> None:
     """Streams, split backwards, chunks, replicas: what was wrong at all stages is the cause, and is what is named."""
     settings, wrong = CASES[kind]
     write_run(Path("one"), planned(**settings), costs=wrong)
-    found = answer(capsys, "one")
+    found = cli.json("plan --check one")
     causes = {each["name"]: abs(each["change"]) for each in found["causes"]}
     (cause,) = {each["cause"] for each in found["inputs"] if each["kind"] == kind}
     assert max(causes, key=causes.__getitem__) == cause
@@ -187,31 +179,31 @@ def test_plans_of_every_kind(capsys: pytest.CaptureFixture[str], kind: str) -> N
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("_here")
-def test_a_plan_that_knows_nothing_of_clipping_is_to_be_made_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_knows_nothing_of_clipping_is_to_be_made_again(cli: Cli) -> None:
     write_run(Path("one"), planned(**TWO_BY_TWO), costs={"norm": lambda _: 0.05}, config={"clip": 0.5})
-    (advice,) = answer(capsys, "one")["measure_again"]
+    (advice,) = cli.json("plan --check one")["measure_again"]
     assert advice["command"] == "stagewright plan ... --clip 0.5"
     assert advice["why"][0].startswith("norm of all gradients takes 50.0 ms, and the plan knows nothing of that")
     write_run(
         Path("two"), planned(max_grad_norm=0.5, **TWO_BY_TWO), costs={"norm": lambda _: 0.05}, config={"clip": 0.5}
     )
-    (advice,) = answer(capsys, "two")["measure_again"]
+    (advice,) = cli.json("plan --check two")["measure_again"]
     assert advice["command"] is None
     free = planned(max_grad_norm=0.5, **TWO_BY_TWO)
     free = replace(free, costs=replace(free.costs, norm=0.0))  # made without --cluster
     write_run(Path("free"), free, costs={"norm": lambda _: 0.05}, config={"clip": 0.5})
-    (advice,) = answer(capsys, "free")["measure_again"]
+    (advice,) = cli.json("plan --check free")["measure_again"]
     assert advice["command"] == "stagewright profile --links --ranks 4 --out cluster.json"
     write_run(Path("three"), planned(**TWO_BY_TWO), costs=times(3.0, "forward"), config={"clip": 0.5})
-    (advice,) = answer(capsys, "three")["measure_again"]
+    (advice,) = cli.json("plan --check three")["measure_again"]
     assert "--ranks 4 --clip 0.5 --out profile.json" in advice["command"]
 
 
 @pytest.mark.usefixtures("_here")
-def test_hosts_whose_folders_are_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hosts_whose_folders_are_apart(cli: Cli) -> None:
     write_run(Path("a/one"), planned(), processes={2: Path("b/one"), 3: Path("b/one")})
-    assert answer(capsys, "a/one", "b/one")["measure_again"] == []
-    alone = answer(capsys, "a/one")
+    assert cli.json("plan --check a/one b/one")["measure_again"] == []
+    alone = cli.json("plan --check a/one")
     assert any("nothing was recorded of forward of stage 2" in note for note in alone["notes"])
     assert alone["ranks"][2] == []
     with pytest.raises(
@@ -222,45 +214,43 @@ def test_hosts_whose_folders_are_apart(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("_here")
-def test_commands_are_for_the_hosts_that_ran(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_for_the_hosts_that_ran(cli: Cli) -> None:
     """Hosts of three ranks and one, whether the other host's folder is there or not."""
     wrong = {"backward": slower_backward, "latency": lambda _: 0.02}
     write_run(Path("a/one"), planned(), costs=wrong, processes={3: Path("b/one")})
     for folders in (["a/one", "b/one"], ["a/one"]):
-        commands = [each["command"] for each in answer(capsys, *folders)["measure_again"]]
+        commands = [each["command"] for each in cli.json("plan --check", *folders)["measure_again"]]
         assert "torchrun ... -m stagewright profile --links --out cluster.json" in commands
         (profile,) = (command for command in commands if "--links" not in command)
         assert "--ranks 3 " in profile
-        assert main(["plan", "--check", *folders]) == 0
-        assert "(on each host; --links --profiles takes the files" in capsys.readouterr().out
+        assert "(on each host; --links --profiles takes the files" in cli.text("plan --check", *folders)
 
 
 @pytest.mark.usefixtures("_here")
-def test_steps_of_before_a_run_went_on_with_another_cut_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_of_before_a_run_went_on_with_another_cut_do_not_count(cli: Cli) -> None:
     """Schedule and ranks may be the same: the header of each start tells its stages."""
     own = planned()
     write_run(Path("one"), own, costs=times(3.0, "forward"))
     logged = [{"step": step, "step_seconds": 1.0 if step < 30 else 0.5 + step / 1000} for step in range(60)]
     Path("one/metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in logged))
     write_run(Path("one"), own, costs={"backward": slower_backward}, start="b", first_step=30)
-    found = answer(capsys, "one")
+    found = cli.json("plan --check one")
     assert "2 traced steps of before step 30, where the run went on with other stages: left out" in found["notes"]
     wrong = {each["name"] for each in found["inputs"] if each["ratio"] not in (None, pytest.approx(1.0))}
     assert wrong == {"backward of stage 1"}
     assert found["step_seconds"] == pytest.approx(0.5 + 0.0445)
-    assert main(["plan", "--check", "one"]) == 0
-    assert "medians of 2 traced steps" in capsys.readouterr().out
+    assert "medians of 2 traced steps" in cli.text("plan --check one")
 
 
 @pytest.mark.usefixtures("_here")
-def test_what_cannot_be_compared_says_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_compared_says_what_to_type(cli: Cli) -> None:
     own = planned()
     write_run(Path("runs/one"), own)
     Path("again.json").write_text(replace(own, simulated_step_time=1.0).to_json())
     Path("other.json").write_text(planned(batch=16).to_json())
     stages = (replace(own.stages[0], recompute="full"), *own.stages[1:])
     Path("again-full.json").write_text(replace(own, stages=stages).to_json())
-    assert answer(capsys, "one", "again.json")["measure_again"] == []
+    assert cli.json("plan --check one again.json")["measure_again"] == []
     for words, message in {
         ("one", "other.json"): "other.json is another plan than runs/one/plan.json, which was carried out: num microb",
         ("one", "again-full.json"): "recompute of stage 0: full, not none",
@@ -269,11 +259,8 @@ def test_what_cannot_be_compared_says_what_to_type(capsys: pytest.CaptureFixture
         ("again.json",): "0 runs and 1 plan",
         ("one", "-o", "check.html"): "-o check.html: expected a name that ends in .png, .svg, .pdf",
     }.items():
-        assert main(["plan", "--check", *words]) == 2
-        assert message in capsys.readouterr().err
+        assert message in cli.refused("plan --check", *words)
     Path("runs/one/plan.json").unlink()
-    assert main(["plan", "--check", "one"]) == 2
-    assert "has no plan.json: it ran without a plan" in capsys.readouterr().err
-    assert main(["plan", "--check", "one", "other.json"]) == 2
-    assert "expected the plan that the run carried out" in capsys.readouterr().err
-    assert answer(capsys, "one", "again.json")["measure_again"] == []
+    assert "has no plan.json: it ran without a plan" in cli.refused("plan --check one")
+    assert "expected the plan that the run carried out" in cli.refused("plan --check one other.json")
+    assert cli.json("plan --check one again.json")["measure_again"] == []

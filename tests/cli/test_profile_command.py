@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.commands import Done
+from support.commands import Cli, Done
 from support.inside import folded, main, measured_links, size, summary
 
 from stagewright.partition import Cluster, Node, Profile
@@ -33,7 +32,9 @@ CHAIN = Profile(
 
 
 @pytest.mark.thorough
-def test_a_profile_is_printed_written_and_shown_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_profile_is_printed_written_and_shown_again(
+    cli: Cli, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "gpt.json"
     assert main(["profile", *SMALL, "--out", str(path)]) == 0
     printed = capsys.readouterr()
@@ -51,12 +52,13 @@ def test_a_profile_is_printed_written_and_shown_again(capsys: pytest.CaptureFixt
     again = capsys.readouterr()
     assert again.out.splitlines()[0].rstrip() in printed.out
     assert again.err == ""
-    assert main(["profile", "--from-json", str(path), "--json"]) == 0
-    assert Profile.from_json(capsys.readouterr().out) == profile
+    assert Profile.from_json(cli.text("profile --from-json", str(path), "--json")) == profile
 
 
 @pytest.mark.thorough
-def test_one_of_several_tensor_ranks_and_a_plan_over_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_one_of_several_tensor_ranks_and_a_plan_over_them(
+    cli: Cli, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Links that cost nothing and a batch of one: the plan takes the tensor ranks, where cutting pays at all."""
     files = [tmp_path / f"{tensor}.json" for tensor in (1, 2)]
     words = tmp_path / "words.json"
@@ -69,20 +71,18 @@ def test_one_of_several_tensor_ranks_and_a_plan_over_them(capsys: pytest.Capture
     one, half = (by_name["blocks.0"] for by_name in ({n.name: n for n in Profile.load(f).nodes} for f in files))
     assert 0.5 < half.parameter_bytes / one.parameter_bytes < 0.75  # the attention stays whole
     arguments = ["plan", "--profile", *map(str, files), "--ranks", "2", "--batch", "1", "--json"]
-    assert main([*arguments, "--tensor", "2"]) == 0
-    assert [stage["tensor"] for stage in json.loads(capsys.readouterr().out)["stages"]] == [2]
-    assert main(["profile", *SMALL, "--heads", "2", "--tensor", "3"]) == 2
-    assert "has 2 heads, over 3 tensor ranks" in capsys.readouterr().err
-    assert main(["profile", *SMALL, "--tensor", "2", "--tensor-parallel", "no.json"]) == 2
-    assert "--tensor-parallel no.json: No such file" in capsys.readouterr().err
+    assert [stage["tensor"] for stage in cli.json(*arguments, "--tensor 2")["stages"]] == [2]
+    assert "has 2 heads, over 3 tensor ranks" in cli.refused("profile", *SMALL, "--heads 2 --tensor 3")
+    assert "--tensor-parallel no.json: No such file" in cli.refused(
+        "profile", *SMALL, "--tensor 2 --tensor-parallel no.json"
+    )
 
 
-def test_pipedreams_text_is_converted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_pipedreams_text_is_converted(cli: Cli, tmp_path: Path) -> None:
     text = tmp_path / "graph.txt"
     figures = "forward_compute_time=1.5, backward_compute_time=3.0, activation_size=64.0, parameter_size=8.0"
     text.write_text(f"node1 -- Linear() -- {figures}\nnode2 -- ReLU() -- {figures}\n\tnode1 -- node2\n")
-    assert main(["profile", "--pipedream", str(text), "--out", str(tmp_path / "p.json")]) == 0
-    assert "2 parts" in capsys.readouterr().out
+    assert "2 parts" in cli.text("profile --pipedream", str(text), "--out", str(tmp_path / "p.json"))
     profile = Profile.load(tmp_path / "p.json")
     assert profile.origin == "published"
     assert profile.parts_seconds == pytest.approx(9e-3)
@@ -167,11 +167,8 @@ def test_a_profile_of_two_ranks_at_once(command: Callable[..., Done], tmp_path: 
         (("--width", "30", "--heads", "4"), "width=30 with heads=4"),
     ],
 )
-def test_mistakes(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
-    assert main(["profile", *words]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.out == ""
+def test_mistakes(cli: Cli, words: tuple[str, ...], message: str) -> None:
+    assert message in cli.refused("profile", *words)
 
 
 def test_profiles_of_hosts_are_read_on_the_first_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +199,9 @@ def test_profiles_of_hosts_are_read_on_the_first_rank_alone(monkeypatch: pytest.
         assert heard.pop() == said
 
 
-def test_more_ranks_than_the_job_has(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_the_job_has(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for words in (["--links"], []):
-        assert main(["profile", "--ranks", "3", *words]) == 2
-        assert "--ranks 3 in one of 2 processes: leave --ranks away under torchrun" in capsys.readouterr().err
+        assert "--ranks 3 in one of 2 processes: leave --ranks away under torchrun" in cli.refused(
+            "profile --ranks 3", *words
+        )

@@ -92,7 +92,6 @@ def test_a_simulation_of_another_shape_is_drawn_beside_the_run(tmp_path: Path) -
     RunFile(schedule=other.schedule, simulated=other, costs=COSTS, memory=held, memory_limit=(9.0,) * 3).write(folder)
     exhibit = read_run(folder)
     curves = exhibit.curves(other)
-    assert curves is not None
     assert len(curves) == 3
     assert exhibit.curves(exhibit.measured[0].timeline) is None  # whose stages' bytes nobody knows
     assert "gpt" in explorer_html([exhibit])

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import tyro
-from support.commands import answer, end_forked, run_forked, start_forked
+from support.commands import Cli, answer, end_forked, run_forked, start_forked
 from support.inside import (
     FolderLock,
     Manifest,
@@ -26,7 +26,6 @@ from support.inside import (
     RunLayout,
     TrainOptions,
     lock,
-    main,
     make_schedule,
     resolve,
     with_recipe,
@@ -352,12 +351,11 @@ def test_the_place_in_other_data_is_refused() -> None:
     ],
 )
 def test_a_run_goes_on_with_the_options_it_was_begun_with(
-    before: tuple[str, ...], now: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+    before: tuple[str, ...], now: tuple[str, ...], message: str, cli: Cli
 ) -> None:
     """Before any process starts; where and how fast it runs may change."""
     _begun("mine", gpt_words("mine", *before))
-    assert main(gpt_words("mine", *now, "--resume")[1:]) == 2
-    assert re.search(message, capsys.readouterr().err)
+    assert re.search(message, cli.refused(*gpt_words("mine", *now, "--resume")[1:]))
 
 
 def _begun(name: str, command: Sequence[str]) -> RunFolder:
@@ -381,11 +379,8 @@ def test_what_was_logged_behind_the_checkpoint_goes_and_the_rest_stays(tmp_path:
     assert folder.keep_before(3) == (kept, 0)
 
 
-def test_a_resume_needs_a_name_where_the_newest_run_may_be_another(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "--resume"]) == 2
-    assert "there is no runs/latest, the newest run: expected --name NAME" in capsys.readouterr().err
+def test_a_resume_needs_a_name_where_the_newest_run_may_be_another(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    assert "there is no runs/latest, the newest run: expected --name NAME" in cli.refused("train --resume")
     _begun("mine", gpt_words("mine"))
     assert resolve(TrainOptions(resume=True)).name == "mine"
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -401,7 +396,6 @@ def test_two_processes_that_write_one_folder_are_told(tmp_path: Path) -> None:
     )
     other = subprocess.Popen([sys.executable, "-P", "-c", hold], stdout=subprocess.PIPE, text=True)
     try:
-        assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         with pytest.raises(ValueError, match=rf"shared is being written by another run \(process {other.pid} on "):
             FolderLock(Path("shared"), patience=0.2)

@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from support.inside import CliProgressProgress, main, show_progress
+from support.commands import Cli
+from support.inside import CliProgressProgress, show_progress
 from support.inside import SearchProgress as Progress
 
 from stagewright.schedules import Schedule, check
@@ -17,21 +18,19 @@ SMALL = ["schedule", "auto", "--ranks", "4", "--microbatches", "8", "--seconds",
 COSTS = ["--forward", "10", "--input-grad", "11", "--weight-grad", "7", "--memory", "4", "--objective", "span"]
 
 
-def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_for_people(cli: Cli) -> None:
     """The grid, the figures, the bound and when each improvement was found; progress stays off standard output."""
-    assert main([*SMALL, *COSTS]) == 0
-    out, err = capsys.readouterr()
+    out = cli.text(*SMALL, *COSTS)
     assert out.startswith("rank 0 | F0 F1 F2 F3 ")
     assert "checked: complete, in an order that ends" in out
     assert "optimal: it equals the lower bound" in out
     assert "least span under this memory limit, whatever the order: 266" in out
     assert "       after     orders          span       gap  found by" in out
-    assert "266 s, at most 0.00% above the best possible" in err
+    assert "266 s, at most 0.00% above the best possible" in cli.told
 
 
-def test_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, *COSTS, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+def test_one_json_object(cli: Cli) -> None:
+    answer = cli.json(*SMALL, *COSTS)
     assert set(answer) == {"schedule", "figures", "search", "written"}
     assert answer["search"]["value"] == answer["search"]["lower_bound"] == 266
     assert answer["search"]["gap"] == 0
@@ -43,27 +42,24 @@ def test_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("form", ["csv", "json"])
-def test_a_file_that_reads_again(form: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_file_that_reads_again(form: str, cli: Cli, tmp_path: Path) -> None:
     picture = tmp_path / "auto.png"
-    assert main([*SMALL, "--placement", "v", "--microbatches", "6", "--format", form, "-o", str(picture)]) == 0
-    text = capsys.readouterr().out
+    text = cli.text(*SMALL, "--placement v --microbatches 6 --format", form, "-o", str(picture))
     schedule = Schedule.from_csv(text) if form == "csv" else Schedule.from_json(text)
     assert schedule.placement == ((0, 7), (1, 6), (2, 5), (3, 4))
     check(schedule)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_any_placement(capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_placement(cli: Cli) -> None:
     """Costs of the plain stage; the figures are those of the chunks that won, and the others stand beside them."""
     argv = ["schedule", "auto", "--ranks", "2", "--microbatches", "4", "--placement", "any", "--seconds", "60"]
-    assert main([*argv, "--forward", "2", "--input-grad", "2", "--weight-grad", "2", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = cli.json(*argv, "--forward 2 --input-grad 2 --weight-grad 2")
     tried = {each["placement"]: each for each in answer["search"]["placements"]}
     assert set(tried) == {"plain", "cyclic", "v"}
     assert answer["figures"]["makespan"] == answer["search"]["value"] == 25
     assert tried["plain"]["lower_bound"] == 26
-    assert main(argv) == 0
-    assert "placements: " in capsys.readouterr().out
+    assert "placements: " in cli.text(*argv)
 
 
 @pytest.mark.thorough(but=["argv0-memory_limit=0.5 on rank 0: no schedule can meet it.* expected at least 1"])
@@ -77,21 +73,19 @@ def test_any_placement(capsys: pytest.CaptureFixture[str]) -> None:
         (["--json", "--format", "csv"], "--json with --format csv: expected one of the two"),
     ],
 )
-def test_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, *argv]) == 2
-    assert re.search(message, capsys.readouterr().err)
+def test_refused(argv: list[str], message: str, cli: Cli) -> None:
+    assert re.search(message, cli.refused(*SMALL, *argv))
 
 
-def test_sizes_are_needed_and_options_of_the_search_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "auto", "--ranks", "4"]) == 2
-    assert "auto needs --ranks and --microbatches" in capsys.readouterr().err
-    assert main(["schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--objective", "span", "--seed", "0"]) == 2
-    assert "--objective, --seed with 1f1b: expected `stagewright schedule auto`" in capsys.readouterr().err
+def test_sizes_are_needed_and_options_of_the_search_are_its_own(cli: Cli) -> None:
+    assert "auto needs --ranks and --microbatches" in cli.refused("schedule auto --ranks 4")
+    assert "--objective, --seed with 1f1b: expected `stagewright schedule auto`" in cli.refused(
+        "schedule 1f1b --ranks 2 --microbatches 4 --objective span --seed 0"
+    )
 
 
-def test_json_of_a_named_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+def test_json_of_a_named_schedule(cli: Cli) -> None:
+    answer = cli.json("schedule 1f1b --ranks 2 --microbatches 4")
     assert set(answer) == {"schedule", "figures", "written"}
     assert answer["figures"]["makespan"] == 15
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.commands import Cli
 from support.inside import CostOptions, main, read_exhibits, shape_notes
 from support.run_folder import write_run
 
@@ -43,7 +44,6 @@ def test_schedules_are_simulated_with_the_options(files: Path, source: str) -> N
     sizes = SIZES if source == "1f1b" else replace(SIZES, ranks=None, microbatches=None)
     exhibit = read_exhibits([source], sizes)[0]
     assert exhibit.costs == SIZES.costs()
-    assert exhibit.simulated is not None
     assert exhibit.simulated.ranks == step().ranks
 
 
@@ -61,13 +61,12 @@ def test_timelines_as_they_are(files: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_memory_is_drawn_below_where_it_is_known(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("1f1b", "--ranks", "2", "--microbatches", "4")
-    assert main(["timeline", "plan.json", *words, "--memory", "-o", "a.svg"]) == 0
+def test_memory_is_drawn_below_where_it_is_known(files: Path, cli: Cli) -> None:
+    cli.text("timeline plan.json 1f1b --ranks 2 --microbatches 4 --memory -o a.svg")
     drawn = Path("a.svg").read_text()
     assert ">plan, simulated, memory:  at most " in drawn
     assert ">1f1b, simulated, memory:" not in drawn
-    assert "note: 1f1b: no memory is drawn: nothing says what its stages hold" in capsys.readouterr().err
+    assert "note: 1f1b: no memory is drawn: nothing says what its stages hold" in cli.told
 
 
 def test_a_run_that_is_called_like_a_schedule(files: Path) -> None:
@@ -97,9 +96,8 @@ def test_the_kind_of_output_follows_the_end_of_its_name(files: Path, capsys: pyt
 
 
 @pytest.mark.thorough
-def test_a_run_alone_is_drawn_beside_itself(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["timeline", "gpt", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+def test_a_run_alone_is_drawn_beside_itself(files: Path, cli: Cli) -> None:
+    answer = cli.json("timeline gpt")
     assert answer["written"] == [f"runs/gpt/timeline{end}" for end in (".png", ".perfetto.json", ".html")]
     assert all(Path(path).stat().st_size for path in answer["written"])
     assert answer["exhibits"][0]["measured"]["makespan"] == step(latency=0.5).makespan
@@ -170,7 +168,7 @@ def test_shapes_that_differ_are_said() -> None:
         (("own.json",), "own.json: stagewrightTimelines: KeyError('name'): expected what write_perfetto writes"),
     ],
 )
-def test_mistakes(files: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
+def test_mistakes(files: Path, cli: Cli, words: tuple[str, ...], message: str) -> None:
     Path("empty").mkdir()
     Path("cut.json").write_text(step().to_json()[:100])
     Path("profile.json").write_text('{"version": 1, "nodes": []}')
@@ -178,22 +176,18 @@ def test_mistakes(files: Path, capsys: pytest.CaptureFixture[str], words: tuple[
     Path("trace.json").write_text('[{"ph": "X", "name": "0F0", "ts": 1, "dur": 2}]')
     Path("own.json").write_text('{"traceEvents": [], "stagewrightTimelines": [{}]}')
     Path("bad.csv").write_text("0F0,0X0\n")
-    assert main(["timeline", *words]) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert printed.err.startswith("stagewright: error: ")
+    assert message in cli.refused("timeline", *words)
 
 
-def test_a_trace_of_another_tool_is_not_written_over(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_of_another_tool_is_not_written_over(files: Path, cli: Cli) -> None:
     """Its folder is what is read: the file was lost."""
     Path("traces").mkdir()
     theirs = Path("traces/rank0.pt.trace.json")
     theirs.write_text('{"traceEvents": [{"ph": "X", "name": "PP:0F0", "ts": 1, "dur": 2}]}')
     before = theirs.read_bytes()
     for words in (("traces",), ("measured.json",)):
-        assert main(["timeline", *words, "-o", str(theirs)]) == 2
         assert "a trace of another tool, such as torch.profiler: expected another one, such as traces/" in (
-            capsys.readouterr().err
+            cli.refused("timeline", *words, "-o", str(theirs))
         )
     assert theirs.read_bytes() == before
     own = ("timeline", "measured.json", "-o", "traces/own.json")
@@ -201,16 +195,12 @@ def test_a_trace_of_another_tool_is_not_written_over(files: Path, capsys: pytest
 
 
 @pytest.mark.thorough
-def test_terminal_prints_a_grid_and_writes_only_what_is_asked_for(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_terminal_prints_a_grid_and_writes_only_what_is_asked_for(files: Path, cli: Cli) -> None:
     before = set(files.iterdir())
-    assert main(["timeline", "runs/gpt", "1f1b", "--ranks", "3", "--microbatches", "4", "--terminal"]) == 0
-    printed = capsys.readouterr().out
+    printed = cli.text("timeline runs/gpt 1f1b --ranks 3 --microbatches 4 --terminal")
     assert printed.count("rank 0 |F0") == 3  # simulated, measured, and the schedule
     assert "\x1b" not in printed
     assert set(files.iterdir()) == before
-    assert main(["timeline", "measured.json", "--terminal", "-o", "a.svg"]) == 0
+    cli.text("timeline measured.json --terminal -o a.svg")
     assert Path("a.svg").is_file()
-    assert main(["timeline", "measured.json", "--terminal", "--json"]) == 2
-    assert "--terminal with --json: expected one of them" in capsys.readouterr().err
+    assert "--terminal with --json: expected one of them" in cli.refused("timeline measured.json --terminal --json")

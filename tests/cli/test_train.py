@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.commands import Done
+from support.commands import Cli, Done
 from support.inside import (
     GPT,
     LAST_UPDATE,
@@ -24,7 +24,6 @@ from support.inside import (
     headline,
     kept_bytes,
     learning_rate_curve,
-    main,
     make_gpt,
     make_optimizer,
     make_pipe,
@@ -225,20 +224,16 @@ def test_a_schedule_from_a_file_must_fit_the_ranks(tmp_path: Path) -> None:
         (("--width", "10", "--heads", "4"), "expected a width that the heads divide"),
     ],
 )
-def test_mistakes_are_answered_before_any_process_starts(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", *words]) == 2
-    assert message in capsys.readouterr().err
+def test_mistakes_are_answered_before_any_process_starts(words: tuple[str, ...], message: str, cli: Cli) -> None:
+    assert message in cli.refused("train", *words)
 
 
 def test_a_run_that_exists_is_refused_before_any_process_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
-    assert main(["train", "--name", "mine"]) == 2
-    assert "(--name mine-2), or delete the folder (rm -r runs/mine)" in capsys.readouterr().err
+    assert "(--name mine-2), or delete the folder (rm -r runs/mine)" in cli.refused("train --name mine")
 
 
 def test_activations_are_counted_and_recomputation_keeps_the_stage_inputs_only() -> None:
@@ -306,7 +301,6 @@ def check_run(folder: Path, *, ranks: int, steps: int = 5) -> dict[str, object]:
     assert names | traces | {"timeline.perfetto.json"} <= {path.name for path in folder.iterdir()}
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == steps
     found = json.loads((folder / "summary.json").read_text())
-    assert isinstance(found, dict)
     assert found["tokens"] == steps * 8 * 16
     assert found["num_ranks"] == ranks
     for key in ("tokens_per_s", "step_seconds", "simulated_step_seconds", "val_bits_per_byte"):
@@ -377,7 +371,6 @@ def test_two_processes_train_and_leave_a_run_folder(command: Callable[..., Done]
     assert figure.seconds == summary["predicted_step_seconds"]
     assert figure.how.startswith(f"90%: {duration(low)} .. {duration(high)}; median of 200 steps")
     peaks = summary["peak_memory_bytes"]
-    assert isinstance(peaks, list)
     assert len(peaks) == 2
     check_drawn_again(command, tmp_path / "runs" / "one")
 

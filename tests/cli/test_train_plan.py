@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import Done
-from support.inside import main, sampled
+from support.commands import Cli, Done
+from support.inside import sampled
 
 from stagewright.partition import Plan, PlanStage
 from stagewright.schedules import Costs
@@ -83,7 +83,6 @@ def test_measured_and_planned_on_the_spot(command: Callable[..., Done], tmp_path
     assert any(note.startswith(("tried for ", "not tried: ")) for note in plan.notes)
     summary = json.loads((tmp_path / "runs" / "one" / "summary.json").read_text())
     drawn = sampled(plan)
-    assert drawn is not None
     assert summary["planned_step_seconds"] == drawn.median != plan.simulated_step_time
     # The same plan runs again from its file.
     again = command("train", *TINY, "--plan", "runs/one/plan.json", "--text", text, "--name", "two", "--json")
@@ -91,14 +90,12 @@ def test_measured_and_planned_on_the_spot(command: Callable[..., Done], tmp_path
 
 
 @pytest.mark.thorough
-def test_a_plan_is_shown_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_shown_without_training(tmp_path: Path, cli: Cli) -> None:
     path = write_plan(tmp_path, nodes_of_the_model())
-    assert main(["train", *TINY, "--plan", str(path), "--dry-run"]) == 0
-    shown = capsys.readouterr().out
+    shown = cli.text("train", *TINY, "--plan", str(path), "--dry-run")
     assert "1-1 on 2 devices, microbatches of 2" in shown
     assert "rank 0 | F0 F1" in shown
-    assert main(["train", *TINY, "--plan", str(path), "--dry-run", "--json"]) == 0
-    assert Plan.from_json(capsys.readouterr().out) == Plan.load(path)
+    assert Plan.from_json(cli.text("train", *TINY, "--plan", str(path), "--dry-run --json")) == Plan.load(path)
 
 
 @pytest.mark.thorough(but=["options0---plan nowhere.json: no such file: expected one that `stagewright plan --out"])
@@ -117,43 +114,38 @@ def test_a_plan_is_shown_without_training(tmp_path: Path, capsys: pytest.Capture
         (("--plan", "PLAN", "--batch", "3"), "--batch 3 for 4 microbatches: one would be empty"),
     ],
 )
-def test_bad_options(
-    options: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options(options: tuple[str, ...], message: str, tmp_path: Path, cli: Cli) -> None:
     path = str(write_plan(tmp_path, ("a", "b")))
     words = [path if word == "PLAN" else word for word in options]
-    assert main(["train", *words]) == 2
-    assert message in capsys.readouterr().err
+    assert message in cli.refused("train", *words)
 
 
-def test_a_plan_that_lies_on_another_host(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_lies_on_another_host(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.node", lambda: "node1")
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "1")):
         monkeypatch.setenv(name, value)
-    assert main(["train", "--plan", "nowhere.json"]) == 2
-    assert "nowhere.json: no such file on node1, where each host needs a copy: expected" in capsys.readouterr().err
+    assert "nowhere.json: no such file on node1, where each host needs a copy: expected" in cli.refused(
+        "train --plan nowhere.json"
+    )
 
 
 @pytest.mark.thorough
-def test_a_dry_run_refuses_a_plan_for_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_refuses_a_plan_for_another_model(tmp_path: Path, cli: Cli) -> None:
     path = write_plan(tmp_path, ("a", "b"))
     nodes = nodes_of_the_model()
-    for json_mode in ((), ("--json",)):
-        assert main(["train", *TINY, "--plan", str(path), "--dry-run", *json_mode]) == 2
-        captured = capsys.readouterr()
-        assert "the plan is for another model (2 nodes, the model has" in captured.err
-        assert captured.out == ""
+    for json_mode in ("", "--json"):
+        told = cli.refused("train", *TINY, "--plan", str(path), "--dry-run", json_mode)
+        assert "the plan is for another model (2 nodes, the model has" in told
     plan = Plan.load(write_plan(tmp_path, nodes))
     heavy = replace(plan, stages=tuple(replace(stage, parameter_bytes=12.0) for stage in plan.stages))
     path.write_text(heavy.to_json())
-    assert main(["train", *TINY, "--plan", str(path), "--dry-run"]) == 2
-    assert "has 12 bytes of parameters in the plan and " in capsys.readouterr().err
+    assert "has 12 bytes of parameters in the plan and " in cli.refused(
+        "train", *TINY, "--plan", str(path), "--dry-run"
+    )
 
 
-def test_files_that_cannot_be_meant_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_cannot_be_meant_are_named(tmp_path: Path, cli: Cli) -> None:
     path = write_plan(tmp_path, ("a", "b"), schedule="1f2b")
-    assert main(["train", *TINY, "--plan", str(path)]) == 2
-    assert f"{path}: unknown schedule '1f2b'" in capsys.readouterr().err
+    assert f"{path}: unknown schedule '1f2b'" in cli.refused("train", *TINY, "--plan", str(path))
     path.write_bytes(b"\xff\xfe")
-    assert main(["train", *TINY, "--plan", str(path)]) == 2
-    assert f"{path}: no UTF-8 text at byte 0" in capsys.readouterr().err
+    assert f"{path}: no UTF-8 text at byte 0" in cli.refused("train", *TINY, "--plan", str(path))

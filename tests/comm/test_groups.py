@@ -63,28 +63,13 @@ def test_ranks_along_the_pipeline(mesh: Any, world: World, wanted: int | None, s
 @pytest.mark.parametrize(
     ("mesh", "world", "wanted", "message"),
     [
-        (
-            {"pipe": 2},
-            FOUR,
-            None,
-            r'asks for 2 ranks and .* has 4: expected mesh=\{"pipe": 4\}, or start 2 processes \(torch',
-        ),
+        ({"pipe": 2}, FOUR, None, r'asks for 2 ranks and .* has 4: expected mesh=\{"pipe": 4\}, or start 2 proc'),
         (None, FOUR, 3, r"the schedule asks for 3 ranks and the process group has 4: expected a schedule of as many,"),
         ({"pipe": 4}, FOUR, 2, r'mesh=\{"pipe": 4\} for a schedule of 2 ranks: expected mesh=\{"pipe": 2\}'),
-        (
-            {"pipe": 2, "tensor": 2},
-            ALONE,
-            None,
-            r'in one process: .* processes. Expected "tensor": 1, or 4 processes \(t',
-        ),
+        ({"pipe": 2, "tensor": 2}, ALONE, None, r'in one process: .* processes. Expected "tensor": 1, or 4 proc'),
         ({"tensor": 3}, FOUR, None, r'mesh=\{"tensor": 3\} on 4 processes: expected a size that divides 4'),
         ({"data": 2, "tensor": 4}, FOUR, None, r'"tensor": 4\} on 4 processes: expected sizes whose product divides 4'),
-        (
-            {"pipe": 4, "tensor": 2},
-            FOUR,
-            None,
-            r'asks for 8 processes .* has 4: expected mesh=\{"pipe": 2, "tensor": 2',
-        ),
+        ({"pipe": 4, "tensor": 2}, FOUR, None, r'asks for 8 processes .* has 4: expected mesh=\{"pipe": 2, "tensor"'),
         ({"pipe": 4, "data": 2}, FOUR, None, r'asks for 8 ranks .* has 4: expected mesh=\{"pipe": 2, "data": 2\}'),
         ({"pipe": True}, ALONE, None, r"mesh axis 'pipe' has size True: expected a whole number, at least 1"),
         ({"pip": 2}, ALONE, None, r"mesh axis 'pip': expected one of pipe, data, context, expert, tensor"),

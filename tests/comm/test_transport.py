@@ -301,13 +301,17 @@ def caught(call: Callable[[], Any]) -> tuple[str, str, tuple[int, ...]]:
 
 
 def wait_in_vain(how: str) -> tuple[str, str, tuple[int, ...]] | None:
-    """Rank 0 waits for rank 1, which says nothing, or lets go of its links, or sends another size."""
+    """Rank 0 waits for rank 1, which says nothing, or sends another size, or lets go of its links, or takes nothing."""
     mine = transport(timeout=1.0)
-    tensors = [torch.ones(8)]
+    tensors = [torch.ones(16_000_000 if how == "full" else 8)]  # more than the socket holds
     dist.barrier()
     if dist.get_rank() == 0:
-        mine.post(grad(3), 1, specs_of(tensors))
-        found = caught(lambda: mine.wait(grad(3), 1.0 if how != "abort" else 120.0))
+        if how == "full":
+            mine.send(act(0), 1, tensors, specs_of(tensors))
+            found = caught(lambda: mine.drain(1.0))
+        else:
+            mine.post(grad(3), 1, specs_of(tensors))
+            found = caught(lambda: mine.wait(grad(3), 1.0 if how != "abort" else 120.0))
         mine.abort()
         mine.drain(120.0)  # nothing is left to wait for
         return found
@@ -323,49 +327,24 @@ def wait_in_vain(how: str) -> tuple[str, str, tuple[int, ...]] | None:
     return None
 
 
+MADE = "1B3 of rank 1, which makes the gradients of microbatch 3 from stage 1 to stage 0"
+TAKEN = "rank 1 to take the activations of microbatch 0 from stage 0 to stage 1"
+
+
 @pytest.mark.thorough
 @pytest.mark.gloo
-@pytest.mark.parametrize("how", ["silence", "another size"])
-def test_a_wait_ends_with_its_time_out_and_names_the_action(gloo: Pool, how: str) -> None:
-    """A message that does not fit its buffer is not delivered: gloo would end the process."""
+@pytest.mark.parametrize(
+    ("how", "kind", "said"),
+    [
+        ("silence", "PipelineTimeout", rf"waited \d+\.\d s for {MADE}"),
+        ("another size", "PipelineTimeout", rf"waited \d+\.\d s for {MADE}"),
+        ("full", "PipelineTimeout", rf"waited \d+\.\d s for {TAKEN}"),
+        ("abort", "PeerLost", r".*lost the connection to rank 1 after waiting .*for 1B3 of rank 1.*"),
+    ],
+)
+def test_a_wait_ends_and_names_the_action(gloo: Pool, how: str, kind: str, said: str) -> None:
+    """With its time-out: a message that does not fit its buffer is not delivered, gloo would end the process; at once
+    where the other rank lets go: gloo's own abort() leaves the sockets open."""
     found, _ = gloo.run(wait_in_vain, ranks=2, args=(how,))
-    kind, message, peers = found
-    assert (kind, peers) == ("PipelineTimeout", (1,))
-    story = "1B3 of rank 1, which makes the gradients of microbatch 3 from stage 1 to stage 0"
-    assert re.fullmatch(rf"waited \d+\.\d s for {story}", message)
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_a_rank_that_lets_go_is_noticed_at_once(gloo: Pool) -> None:
-    """gloo's own abort() leaves the sockets open, and the other side would wait for its time-out."""
-    found, _ = gloo.run(wait_in_vain, ranks=2, args=("abort",))
-    kind, message, peers = found
-    assert (kind, peers) == ("PeerLost", (1,))
-    assert "lost the connection to rank 1 after waiting" in message
-    assert "for 1B3 of rank 1" in message
-
-
-def send_to_nobody() -> tuple[str, str, tuple[int, ...]] | None:
-    """Rank 0 sends more than the socket holds to rank 1, which takes none of it."""
-    mine = transport(timeout=1.0)
-    tensors = [torch.ones(16_000_000)]
-    dist.barrier()
-    if dist.get_rank() == 1:
-        until_told()
-        return None
-    mine.send(act(0), 1, tensors, specs_of(tensors))
-    found = caught(lambda: mine.drain(1.0))
-    mine.abort()
-    mine.drain(120.0)
-    return found
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_draining_ends_with_its_time_out(gloo: Pool) -> None:
-    found, _ = gloo.run(send_to_nobody, ranks=2)
-    kind, message, peers = found
-    assert (kind, peers) == ("PipelineTimeout", (1,))
-    story = "rank 1 to take the activations of microbatch 0 from stage 0 to stage 1"
-    assert re.fullmatch(rf"waited \d+\.\d s for {story}", message)
+    assert (found[0], found[2]) == (kind, (1,))
+    assert re.fullmatch(said, found[1], re.DOTALL)

@@ -1,3 +1,3 @@
-from support.commands import command
+from support.commands import cli, command
 
-__all__ = ["command"]
+__all__ = ["cli", "command"]

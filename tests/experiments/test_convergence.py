@@ -72,7 +72,6 @@ def test_updates_with_a_flush_take_the_time_of_one() -> None:
         case=Case.of({**LATE, "schedule": "1f1b"}), name="throughput", value=500.0, unit="tokens/s", how=How.MEASURED
     )
     seconds, setting = seconds_of([*FOUND, timed], method), Setting.of(method.values)
-    assert seconds is not None
     per_update = setting.sequences * setting.length
     assert seconds(10) == pytest.approx(10 * per_update / 500)
     assert seconds(30) == pytest.approx(10 * per_update / 500 + 20 * per_update / 1500)

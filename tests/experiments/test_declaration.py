@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.commands import Cli
 from support.inside import (
     Case,
     Declaration,
@@ -16,7 +17,6 @@ from support.inside import (
     jobs_of,
     jobs_with,
     latency,
-    main,
 )
 from support.inside import JobChanges as Changes
 from support.inside import quantities_bandwidth as bandwidth
@@ -72,7 +72,6 @@ def test_a_declaration(tmp_path: Path) -> None:
     assert [job.name for job in jobs[:2]] == ["simulated-schedule=gpipe-ranks=2", "simulated-schedule=gpipe-ranks=4"]
     assert [len(job.cases) for job in jobs] == [1, 1, 1, 1, 1, 2, 2]
     nodes = jobs[-1].nodes
-    assert nodes is not None
     assert (nodes.num_nodes, nodes.ranks_per_node, nodes.shape.bandwidth, nodes.shape.latency) == (2, 2, 125e6, 1e-3)
 
 
@@ -81,7 +80,6 @@ def test_what_the_command_line_changes(tmp_path: Path) -> None:
     simulated, emulated = jobs[0], jobs[-1]
     assert simulated.changed == ""  # as declared
     assert emulated.changed == "backend=ssh nodes=4 bandwidth=10gbit repetitions=1"
-    assert emulated.nodes is not None
     assert (emulated.nodes.num_nodes, emulated.nodes.shape.bandwidth, emulated.part.backend) == (4, 1.25e9, "ssh")
     with pytest.raises(ValueError, match=r"ranks: 4: expected a multiple of its 3 nodes"):
         jobs_of(declared(tmp_path), Changes(nodes=3))
@@ -171,15 +169,14 @@ SHOWN = TEXT.replace("repetitions = 3", 'repetitions = 3\nfigures = ["bubble"]')
     ],
 )
 def test_a_report_that_cannot_be_made_is_refused_before_the_first_job(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
+    tmp_path: Path, cli: Cli, old: str, new: str, message: str
 ) -> None:
     (tmp_path / "work.py").write_text(
         "def simulated(case, repetitions):\n    raise AssertionError\n\n\ndef findings(figures):\n    return []\n"
     )
     assert SHOWN.count(old) == 1
     (tmp_path / "mine.toml").write_text(SHOWN.replace(old, new))
-    assert main(["experiment", "run", str(tmp_path / "mine.toml"), "--folder", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
+    said = cli.refused("experiment run", str(tmp_path / "mine.toml"), "--folder", str(tmp_path / "out"))
     assert "mine.toml: " in said
     assert message.replace("{}", str(tmp_path)) in said
     assert not (tmp_path / "out").exists()
@@ -245,21 +242,16 @@ def test_the_catalog_can_be_read_and_its_functions_are_there(name: str) -> None:
         (["run", "bubbles", "--only", "emulated", "--backend", "ssh"], "--backend ssh: type --hosts FILE"),
         (["run", "bubbles", "--only", "emulated", "--bandwidth", "1gbit"], "--backend local cannot shape links"),
         (["run", "bubbles", "--only", "measured"], "--only: unknown part 'measured'"),
-        (
-            ["report", "bubbles", "--folder", "/nowhere"],
-            "no job is done: expected results; type `stagewright experiment",
-        ),
+        (["report", "bubbles", "--folder", "/nowhere"], "no job is done: expected results; type `stagewright exper"),
     ],
 )
 def test_a_users_mistake(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    argv: list[str], message: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # jobs would go to runs/
-    assert main(["experiment", *argv]) == 2
-    assert message in capsys.readouterr().err
+    assert message in cli.refused("experiment", *argv)
 
 
-def test_experiments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["experiment", "list"]) == 0
-    out = capsys.readouterr().out
+def test_experiments_are_listed(cli: Cli) -> None:
+    out = cli.text("experiment list")
     assert all(name in out for name in catalog_names())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.inside import main
+from support.commands import Cli
 
 from stagewright.partition import Cluster, Node, Profile, plan
 
@@ -25,29 +25,26 @@ def profile() -> Profile:
     return Profile(nodes=tuple(nodes))
 
 
-def test_a_fleet_takes_throughputs_from_the_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fleet_takes_throughputs_from_the_planner(tmp_path: Path, cli: Cli) -> None:
     write(tmp_path, "p.json", profile().to_json())
     jobs = [
         {"name": "planned", "profile": ["p.json"], "batch": 8, "samples": 1e5, "devices": 2, "deadline": 1e5},
         {"name": "given", "throughputs": {"slow": 20.0}, "samples": 1e5},
     ]
     path = write(tmp_path, "fleet.json", {"kinds": KINDS, "jobs": jobs})
-    assert main(["fleet", path, "--policies", "max-min", "deadline", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli.json("fleet", path, "--policies max-min deadline")
     assert found["simulated"]
     assert set(found["policies"]) == {
         name + alike for name in ("max-min", "deadline") for alike in ("", ", kinds alike")
     }
     (planned, given) = found["policies"]["max-min"]["jobs"]
     two = plan(profile(), Cluster.from_levels([(2, 1e15)]), global_batch=8).simulated_step_time
-    assert two is not None
     assert planned["throughputs"] == pytest.approx([2 * 8 / two, 8 / two], rel=1e-6)
     assert given["throughputs"] == [0.0, 20.0]
-    assert main(["fleet", path]) == 0
-    assert "makespan, kinds alike" in capsys.readouterr().out
+    assert "makespan, kinds alike" in cli.text("fleet", path)
 
 
-def test_prices_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prices_are_replayed(tmp_path: Path, cli: Cli) -> None:
     made = plan(profile(), Cluster.from_levels([(4, 1e15)]), global_batch=8)
     write(tmp_path, "plan.json", made.to_json())
     plans = [
@@ -55,12 +52,10 @@ def test_prices_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         {"name": "B", "kind": "slow", "plan": "plan.json", "batch": 8},
     ]
     words = [write(tmp_path, "prices.csv", PRICES), "--plans", write(tmp_path, "plans.json", {"plans": plans})]
-    assert main(["price", *words, "--samples", "3e5", "--restart", "60", "--checkpoint-every", "600", "--json"]) == 0
-    runs = json.loads(capsys.readouterr().out)["runs"]
+    runs = cli.json("price", *words, "--samples 3e5 --restart 60 --checkpoint-every 600")["runs"]
     assert set(runs) == {"A", "B", "least cost"}
     assert runs["least cost"]["cost"] == min(each["cost"] for each in runs.values() if each["seconds"] is not None)
-    assert main(["price", *words, "--samples", "3e5"]) == 0
-    assert "least cost: " in capsys.readouterr().out
+    assert "least cost: " in cli.text("price", *words, "--samples 3e5")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +71,7 @@ def test_prices_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_mistakes_are_named(
-    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], told: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     given = {"name": "a", "throughputs": {"slow": 1.0}, "samples": 10}
@@ -87,5 +82,4 @@ def test_mistakes_are_named(
     write(tmp_path, "plans.json", {"plans": [{"name": "A", "kind": "fast", "devices": 1, "rate": 1}]})
     write(tmp_path, "other.json", {"plans": [{"name": "C", "kind": "gpu", "devices": 1, "rate": 1}]})
     write(tmp_path, "lost.json", {"plans": [{"name": "D", "kind": "fast", "plan": "lost.plan", "batch": 8}]})
-    assert main(words) == 2
-    assert told in capsys.readouterr().err.replace("\n", " ")
+    assert told in cli.refused(*words).replace("\n", " ")

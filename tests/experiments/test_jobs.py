@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import Cli
 from support.inside import (
     Declaration,
     How,
@@ -86,7 +87,7 @@ def status(path: Path, what: str, part: str = "a") -> Status:
 
 
 @pytest.mark.thorough
-def test_every_end_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_end_of_a_job(tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     path = declaration(tmp_path, "works", "raises", "nothing", "hangs", timeout=1.0)
     assert run(path, "--json", "--workers", "4") == 1
     out = capsys.readouterr()
@@ -110,8 +111,7 @@ def test_every_end_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "a-what=raises: failed" in out.err
     readme = (tmp_path / "out" / "mine" / "report" / "README.md").read_text()
     assert "Missing: 2 jobs failed: a-what=raises, a-what=nothing; 1 job timed out: b-what=hangs." in readme
-    assert main(["experiment", "show", str(path), "--folder", str(tmp_path / "out")]) == 0
-    assert "b-what=hangs    timed out in" in capsys.readouterr().out
+    assert "b-what=hangs    timed out in" in cli.text("experiment show", str(path), "--folder", str(tmp_path / "out"))
 
 
 @pytest.mark.thorough

@@ -84,7 +84,6 @@ def test_every_run_is_planned_and_predicted() -> None:
         found = planned(run, ("layer",))
         shared = [stages for stages, _ in found.costs.tied]  # of all replicas of both; Megatron sums theirs before
         assert shared == ([(0, run.num_stages - 1)] if run.pipeline > 1 else [])
-        assert found.simulated_step_time is not None
         assert {stage.recompute for stage in found.stages} == {"layer"}
         assert 0.4 * 80e9 < max(found.memory_bytes.values()) < 0.8 * 80e9
         assert found.simulated_step_time <= simulated(run, DeviceModel.preset("A100-80GB")) * 1.003

@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from support.inside import Case, How, auto, bench_command, main, suite
+from support.commands import Cli
+from support.inside import Case, How, auto, bench_command, suite
 from support.inside import JobsFigureFigure as Figure
 from support.pool import Pool
 from torch import nn
@@ -114,10 +115,7 @@ def test_what_a_link_does_counts_for_both_of_its_ends() -> None:
         (["--ranks", "0"], "ranks: 0: expected a whole number of at least 1"),
     ],
 )
-def test_a_users_mistake(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_users_mistake(argv: list[str], message: str, cli: Cli, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["bench", "suite", *argv]) == 2
-    assert message in capsys.readouterr().err
+    assert message in cli.refused("bench suite", *argv)
     assert not list(tmp_path.iterdir())

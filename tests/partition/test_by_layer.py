@@ -212,7 +212,6 @@ def test_convolutions_by_samples_and_linear_layers_divided() -> None:
 def test_memory_counts_whole_weights_and_parts_of_activations() -> None:
     found = planned(profiles(CONVOLUTIONS | LINEARS, 32))
     memory = found.stages[0].memory
-    assert memory is not None
     assert memory.parameters == pytest.approx(1e6 * (0.1 + 1.2 + 3.5 + (150 + 67) / 2))
     assert memory.activations == pytest.approx(1e6 * ((24 + 18 + 6) / 2 + 0.5 + 0.5))
 

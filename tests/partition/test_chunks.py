@@ -48,7 +48,6 @@ def test_least_slowest_stage_and_among_those_the_evenest(work: list[int], stages
         costs = [sum(work[a:b]) * factor[s] for s, (a, b) in enumerate(pairwise(ends))]
         return max(costs), sum(cost * cost for cost in costs)
 
-    assert found is not None
     ends, slowest = found
     assert slowest == pytest.approx(goal(ends)[0])
     every = [(0, *inner, len(work)) for inner in combinations(range(1, len(work)), num_stages - 1)]
@@ -97,7 +96,6 @@ def test_equal_stages_and_neighbours() -> None:
 def test_level_ranks_are_never_less_level(work: list[int]) -> None:
     cuts = all_cuts(chain(work))
     ends = equal_stages(cuts, 4)
-    assert ends is not None
 
     def squares(ends: tuple[int, ...]) -> int:
         stages = [sum(work[a:b]) for a, b in pairwise(ends)]

@@ -178,7 +178,6 @@ def compared(seed: int, words: tuple[str, ...] = RECOMPUTE, host: float | None =
         assert "nothing fits the memory" in str(error)  # noqa: PT017
         assert least == math.inf
         return None
-    assert found.simulated_step_time is not None
     timeline = simulated(found).timeline
     assert timeline.batch_seconds == pytest.approx(found.simulated_step_time, rel=1e-9)
     for rank, curve in enumerate(memory_curves(timeline, found.stage_bytes)):
@@ -300,7 +299,6 @@ def test_a_heavy_stage_has_two_ranks() -> None:
         (("heavy",), 2, (0, 1)), (("b",), 1, (2,)), (("c",), 1, (3,))
     ]  # fmt: skip
     assert [stage.parameter_bytes for stage in found.stages] == [32.0, 64.0, 64.0]
-    assert found.links is not None
     assert [way.seconds_per_byte for way in found.links.network.routes.values()] == [0.01, 0.01]  # by one member
     assert found.searched is not None
     assert "tensor 2-1-1" in found.explain().splitlines()[0]
@@ -350,7 +348,6 @@ def test_as_fast_as_the_best_of_all_tensor_sizes(first: int) -> None:
         options = {"global_batch": m, "data_sizes": (1,), "schedules": "1f1b", "microbatch_sizes": (1,)}
         found = plan(source, cluster, **options)  # type: ignore[arg-type]
         assert found.simulated_step_time == pytest.approx(min(steps.values()), rel=1e-8), seed
-        assert found.searched is not None
         assert found.searched.least <= min(steps.values()) * (1 + 1e-9)
         assert found.searched.faster_left(found.simulated_step_time or 0) == 0
         mixed += len({stage.tensor for stage in found.stages}) > 1

@@ -60,8 +60,6 @@ def test_of_distributed_weights() -> None:
             setattr(model, name, nn.Parameter(DTensor.from_local(parameter.detach(), mesh, [Shard(0)])))
         expected = gradients(model, x, halves=False)
         for found, other in zip(gradients(model, x, halves=True), expected, strict=True):
-            assert isinstance(found, DTensor)
-            assert isinstance(other, DTensor)
             assert torch.equal(found.to_local(), other.to_local())
     finally:
         dist.destroy_process_group()

@@ -90,7 +90,6 @@ def test_sums_that_begin_in_the_last_backward_are_bounded_as_such() -> None:
         for least, seconds, what in bounds_and_seconds(profile, slower, 4):
             assert least <= seconds * (1 + 1e-9), what
         best = plan(profile, slower, global_batch=4, optimizer_sharding=("none", "full"))
-        assert best.searched is not None
         assert best.searched.least <= (best.simulated_step_time or 0.0) * (1 + 1e-9)
 
 

@@ -167,7 +167,6 @@ def test_members_with_half_of_the_rows_have_the_loss_of_all() -> None:
 
     def member(index: int) -> list[Tensor]:
         hidden, weight, target, bias = both[index]
-        assert bias is not None
         own = (nn.Parameter(x.detach().chunk(2)[index].clone()) for x in (weight, bias))
         inputs = hidden, next(own), target, next(own)
         return results(sw.linear_cross_entropy, inputs, members=Member(index, barrier, exchanged), chunk=70, **how)
@@ -195,10 +194,7 @@ def test_under_autocast_products_are_in_16_bits_and_sums_in_32() -> None:
     ("change", "match"),
     [
         ({"target": torch.full((2, 5), WORDS)}, f"target {WORDS}: expected 0 to {WORDS - 1}, or -100"),
-        (
-            {"target": torch.zeros(2, 4, dtype=torch.long)},
-            r"target \(2, 4\): expected \[..., H\], \[V, H\] and \[...\]",
-        ),
+        ({"target": torch.zeros(2, 4, dtype=torch.long)}, r"target \(2, 4\): expected \[..., H\], \[V, H\] and"),
         ({"target": torch.zeros(2, 5)}, "target of torch.float32: expected whole numbers, torch.int64 or torch.int32"),
         ({"bias": torch.zeros(1)}, r"bias \(1,\): expected \[V\], \(600,\)"),
         ({"label_smoothing": 1.5}, "label_smoothing=1.5: expected 0 to 1"),

@@ -119,7 +119,6 @@ def test_a_schedule_that_refuses_some_sizes_does_not_end_the_search() -> None:
     """2BW needs more microbatches than a deep pipeline gets here."""
     found = plan(chain(6), Cluster.parse("4:l=1GB/s"), global_batch=2, schedules=["2bw", "1f1b"])
     assert found.schedule in ("2bw", "1f1b")
-    assert found.searched is not None
     assert found.searched.unfit > 0
     assert "do not fit the memory or the schedule" in " ".join(found.explain().split())
     sentences = [line.partition(":")[0] for line in found.explain().splitlines() if not line.startswith(" ")]
@@ -227,7 +226,6 @@ def test_what_the_nearest_miss_needs_is_enough(
     with pytest.raises(ValueError, match="nothing fits the memory") as error:
         plan(chain(7, **figures), FOUR, memory_limit=limit, **options)  # type: ignore[arg-type]
     needed = re.search(r"needs ([\d,]+) bytes", str(error.value))
-    assert needed is not None
     enough = float(needed[1].replace(",", ""))
     assert max(plan(chain(7, **figures), FOUR, memory_limit=enough, **options).memory_bytes.values()) <= enough  # type: ignore[arg-type]
 
@@ -301,7 +299,6 @@ def test_bounds_leave_most_configurations_uncut() -> None:
     """With few microbatches most of them lose by their way through the stages alone, and so do unequal replicas."""
     cluster = Cluster.parse("2x8:nvlink=300GB/s@5us,infiniband=25GB/s@10us:80GB")
     found = transformer(cluster, layers=32, hidden=4096, batch=7)
-    assert found.searched is not None
     # And stages with tensor sizes of their own; replicas of tensor groups that do not divide 7; each replica in a row.
     assert found.searched.considered == 306 + 64 + 15 + 13
     # 19 where an exchange of divided updates counted as half a sum: the first plans are slower, and more look better.

@@ -51,8 +51,6 @@ def planned(schedule: str, *, pipeline: int, data: int, chunks: int = 2) -> Plan
 def test_a_better_order_in_no_more_memory(schedule: str, pipeline: int, data: int, chunks: int) -> None:
     before = planned(schedule, pipeline=pipeline, data=data, chunks=chunks)
     after = reorder(before, profile(), seconds=400, evaluations=100)
-    assert after.simulated_step_time is not None
-    assert before.simulated_step_time is not None
     assert after.simulated_step_time < 0.97 * before.simulated_step_time
     assert Plan.from_json(after.to_json()) == after
     own, old = after.build_schedule(), before.build_schedule()

@@ -16,19 +16,14 @@ from support.inside import (
     Transformer,
     TransformerSource,
     simulated_simulated,
-    transformer_profile,
 )
 
 from stagewright.partition import Cluster, GivenStage, Level, Node, Plan, Profile, evaluate, plan
 from stagewright.schedules import AllReduce
 
-from .test_transformer import COUNTER, FEW, SMALL
+from .test_transformer import COUNTER, FEW, SMALL, profile_of
 
 MEMORY = replace(COUNTER, memory_bandwidth=1.0, peak_flops=1e30)  # a second a byte, products at once
-
-
-def profile_of(model: Transformer, *, b: int = 1, device: DeviceModel, runtime: Runtime = PLAIN) -> Profile:
-    return transformer_profile(model, microbatch_size=b, device=device, runtime=runtime)
 
 
 def test_products_in_fp4_and_what_they_keep() -> None:
@@ -56,10 +51,7 @@ def test_sums_over_tensor_ranks_overlap_with_products_in_parts() -> None:
         device = replace(COUNTER, link_bandwidth=link, fp8_flops=1.0)
         model = replace(SMALL, precision=precision)  # type: ignore[arg-type]
         sums = 2 * 2 * (t - 1) / t * 2 * n * h / link
-        plain, apart = (
-            transformer_profile(model, microbatch_size=1, tensor=t, device=device, runtime=each).nodes[1]
-            for each in (PLAIN, MEGATRON_CORE)
-        )
+        plain, apart = (profile_of(model, t=t, device=device, runtime=each).nodes[1] for each in (PLAIN, MEGATRON_CORE))
         assert plain.forward_seconds == pytest.approx(products + scores + sums)
         sums *= 1 if precision == "16-bit" else 3 / 4  # the half that is gathered has a byte a value
         longer, shorter = max(products, sums), min(products, sums)
@@ -69,7 +61,7 @@ def test_sums_over_tensor_ranks_overlap_with_products_in_parts() -> None:
 def test_products_that_overlap_have_fewer_outputs_each() -> None:
     t, n, h = 4, 32, SMALL.hidden
     device = replace(COUNTER, wave_outputs=2e3)
-    layer = transformer_profile(SMALL, microbatch_size=1, tensor=t, device=device, runtime=MEGATRON_CORE).nodes[1]
+    layer = profile_of(SMALL, t=t, device=device, runtime=MEGATRON_CORE).nodes[1]
     every = [(3 * h, 3 * h / t), (h, h), (4 * h, 4 * h / t), (4 * h, h)]  # columns of all ranks, and of this one
     scores = 4 * n * SMALL.length * h / t / device.efficiency(n * SMALL.heads * SMALL.length / t)
     parts = sum(2 * n * h * width / t / device.efficiency(n * own / t) for width, own in every)
@@ -82,7 +74,7 @@ def test_gradients_are_read_and_written_where_a_microbatch_adds_its_own() -> Non
     for gradients, each in (("16-bit", 2), ("float32", 4)):
         model = replace(SMALL, gradients=gradients)  # type: ignore[arg-type]
         plain, adding = (
-            transformer_profile(model, microbatch_size=1, tensor=t, device=device, runtime=runtime).nodes
+            profile_of(model, t=t, device=device, runtime=runtime).nodes
             for runtime in (PLAIN, Runtime(adds_gradients=True))
         )
         assert plain[1].weight_grad_seconds == pytest.approx(24 * n * h**2 / t)
@@ -103,7 +95,6 @@ def test_what_travels_for_an_update() -> None:
         names = [node.name for node in source.profile(microbatch_size=1).nodes]
         stages = [GivenStage(names, range(4), optimizer_shards=shards)]
         found = evaluate(source, cluster, stages, num_microbatches=4, microbatch_size=1).links
-        assert found is not None
         return found.sums[0]
 
     weights = 2 * model.num_parameters
@@ -121,13 +112,12 @@ def test_each_large_gradient_has_a_ring_of_its_own() -> None:
     """Of a layer's matrices three are as large as the largest, or together as large; vectors travel in one bucket."""
     model = Transformer(layers=5, hidden=512, heads=8, vocabulary=1000, length=32, head="untied")
     cluster = Cluster.parse("4:net=1000000GB/s@1s")
-    profile = transformer_profile(model, microbatch_size=1, device=COUNTER)
+    profile = profile_of(model, device=COUNTER)
     assert profile.nodes[1].largest_parameter_bytes == 2 * 4 * 512**2
     assert profile.nodes[1].small_parameter_bytes == profile.nodes[1].parameter_bytes - 2 * 12 * 512**2
     found = evaluate(
         profile, cluster, [GivenStage([node.name for node in profile.nodes], range(4))], num_microbatches=4
     )
-    assert found.links is not None
     assert found.links.sums[0].seconds == pytest.approx((5 * 3 + 2 + 1) * 2 * 3, rel=1e-3)
 
 
@@ -177,7 +167,6 @@ def test_sums_of_a_divided_optimizer_may_be_whole_and_wait_for_all_of_the_backwa
     sums = {}
     for shards in (1, 4):
         found = evaluate(profile, cluster, [GivenStage("ab", range(4), optimizer_shards=shards)], num_microbatches=4)
-        assert found.links is not None
         sums[shards] = found.links.sums[0]
     hops, moved = 2 * 3 * 0.25, 2 * 3 / 4 * 8
     assert (sums[1].seconds, sums[1].early, sums[1].gather) == pytest.approx((2 * hops + moved, 4 / 2, 0))
@@ -195,7 +184,6 @@ def test_chunks_of_a_rank_are_a_bucket_each(schedule: str) -> None:
     places, own_nodes = [range(2), range(2, 4)] * chunks, ("ab", "cd", "ef", "gh") if chunks == 2 else ("abcd", "efgh")
     stages = [GivenStage(own, at) for own, at in zip(own_nodes, places, strict=True)]
     found = evaluate(profile, cluster, stages, num_microbatches=4, schedule=schedule)
-    assert found.links is not None
     one, four = (
         (0.5 + 2.0, 0.0),
         (4 * 0.5 + 4.0, 3 / 4 * 6),
@@ -255,7 +243,6 @@ def test_members_that_share_weights_sum_them_with_all_replicas() -> None:
     names = ["embedding", *(f"layer{i}" for i in range(4)), "head"]
     halves = [GivenStage(names[:3], range(16), 8), GivenStage(names[3:], range(16, 32), 8)]
     given = evaluate(source, cluster, halves, num_microbatches=4, microbatch_size=1)
-    assert given.costs is not None
     ((_, tied),) = given.costs.tied
     ring = Topology(device.reached(cluster)).ring(range(32)).seconds(2 * 51200 * 1024)
     assert tied == pytest.approx(ring, rel=0.01)
@@ -270,6 +257,5 @@ def test_members_that_share_weights_sum_them_with_all_replicas() -> None:
     }
     best = plan(source, cluster, global_batch=64, **options)
     whole = evaluate(source, cluster, [GivenStage(names, range(32), 8)], num_microbatches=64, microbatch_size=1)
-    assert best.searched is not None
     least, found, given = best.searched.least, best.simulated_step_time or 0.0, whole.simulated_step_time or 0.0
     assert least <= found <= given  # its bound left it out, once

@@ -180,14 +180,10 @@ MODELS: list[Any] = [
     pytest.param(lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0), (2, 3, 4), None, id="encoder-layer"),
     pytest.param(lambda: nn.LSTM(4, 4), (3, 2, 4), None, id="lstm"),
     pytest.param(lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4)), (2, 4, 8), None, id="conv1d"),
-    pytest.param(
-        lambda: nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 0), groups=2), (2, 4, 6, 6), "", id="conv2d"
-    ),
+    pytest.param(lambda: nn.Conv2d(4, 6, (3, 2), (2, 1), (1, 0), groups=2), (2, 4, 6, 6), "", id="conv2d"),
     pytest.param(lambda: nn.Conv2d(2, 2, 3, bias=False, dilation=2), (2, 2, 6, 6), "", id="conv-without-bias"),
     pytest.param(lambda: nn.Conv2d(2, 2, 3, padding="same"), (2, 2, 6, 6), "weight bias", id="conv-same"),
-    pytest.param(
-        lambda: nn.ConvTranspose2d(4, 2, 3, stride=2, output_padding=1), (2, 4, 3, 3), "", id="conv-transpose"
-    ),
+    pytest.param(lambda: nn.ConvTranspose2d(4, 2, 3, 2, output_padding=1), (2, 4, 3, 3), "", id="conv-transpose"),
     pytest.param(TiedTokens, (2, 3), "", id="tied"),
     pytest.param(lambda: TiedTokens(padding_idx=-2), (2, 3), "", id="padding"),
     pytest.param(lambda: TiedTokens(scale_grad_by_freq=True), (2, 3), "", id="by-frequency"),
@@ -198,9 +194,7 @@ MODELS: list[Any] = [
     pytest.param(lambda: Call(lambda x, w: x @ w[:4], (5, 4)), (3, 4), "weights.0", id="a-part-of-a-weight"),
     pytest.param(lambda: Call(lambda x, w: x.t() @ w, (4, 5)), (4, 3), "", id="columns-first"),
     pytest.param(lambda: Call(torch.bmm, (3, 4, 5)), (3, 2, 4), "", id="experts"),
-    pytest.param(
-        lambda: Call(lambda x, b, w: torch.baddbmm(b, x, w), (3, 1, 5), (3, 4, 5)), (3, 2, 4), "", id="baddbmm"
-    ),
+    pytest.param(lambda: Call(lambda x, b, w: b.baddbmm(x, w), (3, 1, 5), (3, 4, 5)), (3, 2, 4), "", id="baddbmm"),
     pytest.param(lambda: Call(lambda x, w: F.linear(x, w) * w.sum(), (4, 4)), (3, 4), "weights.0", id="in-both-ways"),
     pytest.param(lambda: weight_norm(nn.Linear(4, 4)), (3, 4), None, id="parametrized"),
 ]

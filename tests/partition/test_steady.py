@@ -158,7 +158,6 @@ def test_very_long_batches_are_planned() -> None:
     )
     assert len(found.stages) == 4
     assert found.simulated_step_time == pytest.approx((10**6 + 3) * 3, rel=1e-9)
-    assert found.searched is not None
     assert found.searched.too_long == 0
     many = partition(Profile(nodes=nodes), Cluster.from_levels([(4, 1e3)]), num_microbatches=10**12, straight=True)
     assert many.simulated_step_time == pytest.approx((10**12 + 3) * 3, rel=1e-9)

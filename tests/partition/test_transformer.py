@@ -20,8 +20,8 @@ COUNTER = DeviceModel(
 )
 
 
-def profile_of(model: Transformer, *, b: int = 1, t: int = 1, device: DeviceModel = A100) -> Profile:
-    return transformer_profile(model, microbatch_size=b, tensor=t, device=device)
+def profile_of(model: Transformer, *, b: int = 1, t: int = 1, device: DeviceModel = A100, **more: Any) -> Profile:
+    return transformer_profile(model, microbatch_size=b, tensor=t, device=device, **more)
 
 
 def total(profile: Profile, figure: str) -> float:
@@ -314,7 +314,7 @@ def test_what_all_ranks_compute_is_what_the_formula_counts(model: Transformer) -
     layer = 2 * n * h * (h + 2 * h / 4 + h + k * 3 * 3.5 * h + chooser) + 4 * n * 32 * h
     assert model.flops(batch_size=2) == 3 * (3 * layer + 2 * n * h * 1000)
     for t, c, e in ((1, 1, 1), (2, 1, 1), (1, 4, 1), (2, 2, model.experts)):
-        found = transformer_profile(model, microbatch_size=2, tensor=t * c, device=COUNTER, context=c, expert=e)
+        found = profile_of(model, b=2, t=t * c, device=COUNTER, context=c, expert=e)
         whole = model.flops(batch_size=2) + 3 * 3 * 2 * n * h * chooser * (t - 1)  # each tensor rank chooses
         assert t * c * sum(node.seconds for node in found.nodes) == pytest.approx(whole)
         held = 2 * model.layer_parameters(t, e)
@@ -358,15 +358,12 @@ def test_keys_are_gathered_and_tokens_sent_to_their_experts() -> None:
     """Links alone take time: a byte a second each way."""
     device = replace(COUNTER, peak_flops=1e30, link_bandwidth=1.0)
     n, h, t, c = 2 * 32, 64, 2, 4
-    one, apart = (
-        transformer_profile(FEW, microbatch_size=2, tensor=t * each, device=device, context=each).nodes[1]
-        for each in (1, c)
-    )
+    one, apart = (profile_of(FEW, b=2, t=t * each, device=device, context=each).nodes[1] for each in (1, c))
     gather, sums = (c - 1) / c * 2 * 2 * n * h / 4 / t, 2 * 2 * n * h
     assert one.forward_seconds == one.backward_seconds == pytest.approx(sums)
     assert apart.forward_seconds == pytest.approx(sums / c + gather)
     assert apart.backward_seconds == apart.input_grad_seconds == pytest.approx(sums / c + 2 * gather)
-    routed = transformer_profile(ROUTED, microbatch_size=2, device=device, expert=4).nodes[1]
+    routed = profile_of(ROUTED, b=2, device=device, expert=4).nodes[1]
     assert routed.forward_seconds == routed.backward_seconds == pytest.approx(2 * 3 / 4 * 2 * 2 * n * h)
 
 
@@ -378,9 +375,7 @@ def test_replicas_sum_what_they_share() -> None:
     assert replace(source, expert=1).tensor_sizes() == (2, 4)
     nodes = source.profile(microbatch_size=1, tensor=2).nodes
     stages = [GivenStage([node.name for node in nodes], range(8), 2)]
-    assert source.cluster is not None
     found = evaluate(source, source.cluster, stages, num_microbatches=8, microbatch_size=1)
-    assert found.links is not None
     experts = 3 * 2 * ROUTED.expert_parameters(1)
     others = 2 * ROUTED.num_parameters - 4 * experts
     assert found.links.sums[0].seconds == pytest.approx(2 * 7 / 8 * others + 2 * 1 / 2 * experts)

@@ -11,11 +11,11 @@ from statistics import median
 from typing import Any
 
 import pytest
-from support.inside import PlaceNetwork, around_actions, expected, sampled, with_measured
+from support.inside import around_actions, expected, sampled, with_measured
 from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, plan
-from stagewright.schedules import Costs, Op, simulate
+from stagewright.schedules import Costs, Op, Timeline, simulate
 
 NODES = [
     Node(
@@ -38,8 +38,14 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def planned(shape: str) -> Plan:
-    return plan(PROFILE, CLUSTER, global_batch=8, microbatch_sizes=(1,), optimizer_sharding=("none",), **SHAPES[shape])
+def planned(shape: str, profile: Profile = PROFILE, **options: Any) -> Plan:
+    sizes = {"microbatch_sizes": (1,), "optimizer_sharding": ("none",), **SHAPES[shape], **options}
+    return plan(profile, CLUSTER, global_batch=8, **sizes)
+
+
+def measured_as(truth: Timeline, found: Plan, **costs: Any) -> Plan:
+    """Spans of a measured timeline are those of actions alone; in a simulated one they hold the overhead, too."""
+    return with_measured(found, [truth] * 3, Costs(overhead=[1e-30] * len(found.stages), **costs))
 
 
 def known(found: Plan) -> Costs:
@@ -54,9 +60,11 @@ def times(row: Any, ratio: float) -> Any:
 def as_it_is(found: Plan) -> Plan:
     """The same plan on a machine that is otherwise than planned."""
     costs, links = found.costs, found.links
-    assert links is not None
-    assert isinstance(links.network, PlaceNetwork)
     ratios = [1.2 + 0.1 * number for number in range(len(found.stages))]
+
+    def slower(op: Op, known: object = True) -> list[float] | None:
+        return None if known is None else [1.1 * r * each for r, each in zip(ratios, found.seconds(op), strict=True)]
+
     routes = {
         pair: replace(way, latency=3 * way.latency, seconds_per_byte=3 * way.seconds_per_byte)
         for pair, way in links.network.routes.items()
@@ -66,13 +74,9 @@ def as_it_is(found: Plan) -> Plan:
         costs=replace(
             costs,
             forward=list(map(mul, ratios, found.seconds(Op.F))),
-            backward=[1.1 * ratio * seconds for ratio, seconds in zip(ratios, found.seconds(Op.B), strict=True)],
-            input_grad=None
-            if costs.input_grad is None
-            else [1.1 * ratio * seconds for ratio, seconds in zip(ratios, found.seconds(Op.I), strict=True)],
-            weight_grad=None
-            if costs.weight_grad is None
-            else [1.1 * ratio * seconds for ratio, seconds in zip(ratios, found.seconds(Op.W), strict=True)],
+            backward=slower(Op.B),
+            input_grad=slower(Op.I, costs.input_grad),
+            weight_grad=slower(Op.W, costs.weight_grad),
             overhead=times(costs.overhead, 2.5),
             update=times(costs.update, 1.5),
         ),
@@ -90,16 +94,11 @@ def test_steps_give_back_what_they_took(shape: str) -> None:
     found = planned(shape)
     truth = as_it_is(found)
     step = replace(simulated(truth).timeline, around=4e-3)
-    # Spans of a measured timeline are those of actions alone; in a simulated one they hold the overhead, too.
-    took = with_measured(found, [step] * 3, Costs(overhead=[1e-30] * len(found.stages)))
+    took = measured_as(step, found)
     arounds = around_actions(truth.costs, len(truth.stages))
     for op in (Op.F, Op.B):
         assert took.seconds(op) == pytest.approx(list(map(add, truth.seconds(op), arounds)), rel=1e-6)
     assert took.costs.update == pytest.approx(truth.costs.update, rel=1e-6)
-    assert took.links is not None
-    assert truth.links is not None
-    assert isinstance(took.links.network, PlaceNetwork)
-    assert isinstance(truth.links.network, PlaceNetwork)
     way = None
     for pair, way in truth.links.network.routes.items():
         assert took.links.network.routes[pair].latency == pytest.approx(way.latency, rel=1e-6)
@@ -119,42 +118,35 @@ def test_steps_give_back_what_they_took(shape: str) -> None:
 def test_measured_sums_of_tied_weights_take_the_place_of_predicted_ones(measured: float) -> None:
     """Also where an older profile knew nothing of them."""
     profile = replace(PROFILE, tied=((("0", "7"), 4e6),), nodes=[replace(n, parameter_bytes=8e6) for n in NODES])
-    options = {"microbatch_sizes": (1,), "optimizer_sharding": ("none",), **SHAPES["pipeline"]}
-    found = plan(profile, CLUSTER, global_batch=8, **options)
+    found = planned("pipeline", profile)
     ((stages, seconds),) = found.costs.tied
     assert stages == (0, 3)
     step = simulated(replace(found, costs=replace(found.costs, tied=((stages, measured * seconds),)))).timeline
     for before in (found, replace(found, costs=replace(found.costs, tied=()))):
-        took = with_measured(before, [step] * 3, Costs(overhead=[1e-30] * len(found.stages)))
+        took = measured_as(step, before)
         assert took.costs.tied == ((stages, pytest.approx(measured * seconds)),)
         assert took.simulated_step_time == pytest.approx(step.batch_seconds, rel=1e-6)
 
 
 def test_sums_of_tied_weights_of_one_place_stand_beside_those_of_its_stages() -> None:
-    profile = replace(PROFILE, tied=((("0", "7"), 1e5),))
-    options = {"microbatch_sizes": (1,), "optimizer_sharding": ("none",), "chunk_sizes": (2,)}
-    sizes = {"pipeline_sizes": (2,), "data_sizes": (2,), "schedules": "zb-v"}
-    found = plan(profile, CLUSTER, global_batch=8, **options, **sizes)  # type: ignore[arg-type]
+    found = planned("replicas", replace(PROFILE, tied=((("0", "7"), 1e5),)), chunk_sizes=(2,), schedules="zb-v")
     assert found.costs.tied == ()  # its first stage has such weights
-    assert found.links is not None
     first, *others = found.links.sums
     links = replace(found.links, sums=(replace(first, seconds=first.seconds / 2), *others))
     truth = replace(found, costs=replace(found.costs, tied=(((0, 3), first.seconds),)), links=links)
     step = simulated(truth).timeline
-    took = with_measured(found, [step] * 3, Costs(overhead=[1e-30] * 4))
+    took = measured_as(step, found)
     assert took.costs.tied == (((0, 3), pytest.approx(first.seconds)),)
-    assert took.links is not None
     assert took.links.sums[0].seconds == pytest.approx(first.seconds / 2)
     assert took.simulated_step_time == pytest.approx(step.batch_seconds, rel=0.01)
 
 
 def test_a_measured_norm_takes_the_place_of_the_predicted_one() -> None:
-    options = {"microbatch_sizes": (1,), "optimizer_sharding": ("none",), **SHAPES["pipeline"]}
-    found = plan(PROFILE, CLUSTER, global_batch=8, max_grad_norm=1.0, **options)
+    found = planned("pipeline", max_grad_norm=1.0)
     assert found.costs.norm == 6 * 1e-4  # of an empty sum over four ranks, level by level
     truth = replace(found, costs=replace(found.costs, norm=5e-3))
     step = simulated(truth).timeline
-    took = with_measured(found, [step] * 3, Costs(overhead=[1e-30] * len(found.stages), norm=5e-3))
+    took = measured_as(step, found, norm=5e-3)
     assert took.costs.norm == pytest.approx(5e-3)
     assert took.simulated_step_time == pytest.approx(step.batch_seconds, rel=1e-6)
 
@@ -173,8 +165,6 @@ def test_what_was_not_measured_is_corrected_by_the_step() -> None:
     assert [each.simulated_step_time for each in took.runners_up] == [
         pytest.approx((each.simulated_step_time or 0.0) * ratio) for each in found.runners_up
     ]
-    assert found.searched is not None
-    assert took.searched is not None
     assert took.searched.least == pytest.approx(found.searched.least * ratio)
     assert known(took).overhead == pytest.approx(known(found).overhead)  # as the run says
     assert "tried for 1 step: " in took.notes[-1]
@@ -212,10 +202,7 @@ def with_halves(found: Plan, share: float) -> Plan:
 @pytest.mark.thorough
 def test_measured_halves_of_a_backward() -> None:
     """I and W by themselves where the schedule runs them, B in their proportion where it does not."""
-    options = {"microbatch_sizes": (1,), "optimizer_sharding": ("none",), "pipeline_sizes": (4,), "data_sizes": (1,)}
-    split, whole = (
-        plan(PROFILE, CLUSTER, global_batch=8, schedules=(schedule,), **options) for schedule in ("zb-h1", "1f1b")
-    )
+    split, whole = (planned("pipeline", schedules=(schedule,)) for schedule in ("zb-h1", "1f1b"))
     split = replace(split, costs=split.costs.free_of_overhead)
     half, truth = with_halves(split, 0.5), with_halves(split, 0.3)
     took = with_measured(half, [simulated(truth).timeline] * 3, Costs())
@@ -285,7 +272,6 @@ def test_replicas_that_vary_are_expected_to_wait_for_each_other() -> None:
     pairs = [(ran(), ran()) for _ in range(4000)]
     beside = found.update_seconds[0]
     step = expected(varied)
-    assert step is not None
     seconds, bubble = step
     assert seconds == pytest.approx(median(map(max, pairs)) + beside, rel=0.04)
     assert seconds > 1.05 * (found.simulated_step_time or 0.0)

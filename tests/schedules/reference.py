@@ -1,4 +1,4 @@
-"""A slow simulator that shares nothing with the package's: the longest path through a graph of all actions.
+"""What actions wait for, as a graph that shares nothing with the package: schedules run where it has no circle.
 
 program order     each action behind the one before it on its rank
 data              F(s, k) behind F(p, k) of each producer p;  gradient(s, k) behind gradient(c, k) of each consumer c
@@ -21,7 +21,7 @@ Node = tuple[int, Action]  # (rank, action): the same update stands on every rep
 
 
 def seconds(costs: Costs, action: Action) -> float:
-    """Seconds of one action, read straight from the costs (all given one a stage, backward and split alike)."""
+    """Seconds of one action, read straight from the costs (backward and split given alike)."""
     column = {
         Op.F: costs.forward,
         Op.B: costs.backward,
@@ -29,8 +29,7 @@ def seconds(costs: Costs, action: Action) -> float:
         Op.W: costs.weight_grad,
         Op.U: costs.update,
     }[action.op]
-    assert isinstance(column, tuple)
-    own = column[action.stage]
+    own = column[action.stage] if isinstance(column, tuple) else column
     found = own if isinstance(own, float) else own[action.index % len(own)]
     if costs.index_factors is None or action.op is Op.U:
         return found
@@ -97,20 +96,7 @@ def last_of(schedule: Schedule, rank: int, stages: list[int], k: int) -> int:
     return made[-1]
 
 
-def starts(schedule: Schedule, costs: Costs) -> dict[Node, float]:
-    """When each action starts: the longest path to it."""
-    dag = graph(schedule)
-    assert isinstance(costs.latency, tuple)
-    found: dict[Node, float] = {}
-    for node in nx.topological_sort(dag):
-        found[node] = 0.0
-        for before in dag.predecessors(node):
-            delay = _latency(schedule, costs.latency, before, node) if before[0] != node[0] else 0.0
-            found[node] = max(found[node], found[before] + seconds(costs, before[1]) + delay)
-    return found
-
-
-def _latency(schedule: Schedule, latency: tuple[float, ...], before: Node, node: Node) -> float:
+def latency_between(schedule: Schedule, latency: tuple[float, ...], before: Node, node: Node) -> float:
     """A gradient leaves with those that are added to it, behind the last; all take the first consumer's latency."""
     (rank, (stage, op, k)), user = before, node[1].stage
     if op is Op.F:

@@ -1,4 +1,4 @@
-"""A slow simulator with links that shares nothing with the package's: it looks at every rank before each step."""
+"""A slow simulator that shares nothing with the package's: it looks at every rank before each step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from stagewright.schedules import Action, AllReduce, Costs, Link, Links, Op, Sch
 
 from .reference import GRADIENT, last_of, seconds, together
 
+FREE = Links(network=Link(), activation_bytes=0.0, gradient_bytes=0.0)
+
 
 @dataclass
 class Run:
@@ -16,7 +18,7 @@ class Run:
 
     schedule: Schedule
     costs: Costs
-    links: Links
+    links: Links = FREE
     starts: dict[tuple[int, Action], float] = field(default_factory=dict)
     arrivals: dict[tuple[str, int, int, int], tuple[float, float]] = field(default_factory=dict)
     sums: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
@@ -63,20 +65,21 @@ class Run:
 
     def send(self, rank: int, action: Action, now: float) -> None:
         stage, op, k = action
-        activation, gradient = self.links.activation_bytes, self.links.gradient_bytes
-        assert isinstance(activation, tuple)
-        assert isinstance(gradient, tuple)
-        sizes = {(src, dst): number for number, (src, dst, _) in enumerate(self.schedule.stage_edges)}
+        edges = [(src, dst) for src, dst, _ in self.schedule.stage_edges]
+        activation, gradient = (
+            dict(zip(edges, sizes if isinstance(sizes, tuple) else [sizes] * len(edges), strict=True))
+            for sizes in (self.links.activation_bytes, self.links.gradient_bytes)
+        )
         for src, dst, grad in self.schedule.stage_edges:
             if op is Op.F and src == stage:
                 users = together(self.schedule, src, dst, grad=False)
                 if dst == users[0]:
-                    size = max(activation[sizes[src, user]] for user in users)
+                    size = max(activation[src, user] for user in users)
                     self.message(("act", src, dst, k), rank, self.home(dst, k), size, now)
             elif op in GRADIENT and dst == stage and grad:
                 makers = together(self.schedule, src, dst, grad=True)
                 if last_of(self.schedule, rank, makers, k) == stage:
-                    size = max(gradient[sizes[src, maker]] for maker in makers)
+                    size = max(gradient[src, maker] for maker in makers)
                     self.message(("grad", makers[0], src, k), rank, self.home(src, k), size, now)
         for each in self.links.sums:
             left = [(s, o, i) for program in self.programs for s, o, i in program if o in (Op.B, Op.W)]
@@ -88,17 +91,16 @@ class Run:
         if src == dst:
             return
         way = self.way(src, dst)
-        latency = self.costs.latency
-        assert isinstance(latency, tuple)
+        latency = self.costs.latency[key[1]] if isinstance(self.costs.latency, tuple) else self.costs.latency
         through = self.occupy(self.parts(src, dst), now, size * way.seconds_per_byte)
-        self.arrivals[key] = (now, through + way.latency + latency[key[1]])
+        self.arrivals[key] = (now, through + way.latency + latency)
 
     def sum(self, each: AllReduce, now: float) -> float:
         return self.occupy({part for src, dst in each.ways for part in self.parts(src, dst)}, now, each.seconds)
 
     def way(self, src: int, dst: int) -> Link:
-        assert isinstance(self.links.network, dict)
-        return self.links.network[src, dst]
+        network = self.links.network
+        return network[src, dst] if isinstance(network, dict) else network
 
     def parts(self, src: int, dst: int) -> set[object]:
         way = self.way(src, dst)

@@ -1,11 +1,10 @@
-"""The chain that determines a timeline's end, against the longest path through a graph of all actions."""
+"""The chain that determines a timeline's end, against the graph of all actions."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
 
-import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +30,7 @@ from stagewright.schedules import (
 )
 
 from .random_schedules import by_hand, paused, schedules_with_costs, steady, window_of
-from .reference import Node, _latency, graph, seconds
+from .reference import graph, latency_between, seconds
 
 
 def check_tiles(timeline: Timeline) -> CriticalPath:
@@ -50,41 +49,20 @@ def check_tiles(timeline: Timeline) -> CriticalPath:
     return path
 
 
-class Longest:
-    """Longest paths of a simulation, in a graph of actions whose edges take the latency."""
-
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.dag = graph(schedule)
-        assert isinstance(costs.latency, tuple)
-        for before, node in self.dag.edges:
-            crosses = before[0] != node[0]
-            self.dag.edges[before, node]["delay"] = _latency(schedule, costs.latency, before, node) if crosses else 0.0
-        self.length = {node: seconds(costs, node[1]) for node in self.dag}
-        self.order = list(nx.topological_sort(self.dag))
-        self.makespan = self.longest(self.length)
-
-    def longest(self, length: dict[Node, float]) -> float:
-        ends: dict[Node, float] = {}
-        for node in self.order:
-            edges = self.dag.in_edges(node, data="delay")
-            ends[node] = max((ends[before] + delay for before, _, delay in edges), default=0.0) + length[node]
-        return max(ends.values())
-
-
 @pytest.mark.thorough
 @steady
 @given(schedules_with_costs())
 def test_every_step_is_what_the_next_one_waited_for(case: tuple[Schedule, Costs]) -> None:
     schedule, costs = case
     path = check_tiles(simulate(schedule, costs))
-    slow = Longest(schedule, replace(costs, update=(0.0,) * schedule.num_stages))
+    dag = graph(schedule)
     actions = [(step.rank, step.what) for step in path.steps if isinstance(step.what, Action) and step.what.op != "U"]
     assert not path.by_kind.keys() & WAITS
     for before, node in pairwise(actions):
-        assert slow.dag.has_edge(before, node)
-    delays = [slow.dag.edges[edge]["delay"] for edge in pairwise(actions)]
+        assert dag.has_edge(before, node)
+    delays = [latency_between(schedule, costs.latency, *edge) for edge in pairwise(actions) if edge[0][0] != edge[1][0]]
     updates = path.by_kind.get(PathKind.UPDATE, 0.0)
-    assert sum(slow.length[node] for node in actions) + sum(delays) + updates == path.seconds
+    assert sum(seconds(costs, action) for _, action in actions) + sum(delays) + updates == path.seconds
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -161,7 +161,6 @@ def pictured(family: Family) -> tuple[str, Schedule] | None:
 def test_pictures_in_docstrings(family: Family) -> None:
     """The text left of two or more spaces and a word, if any, in lines that begin with `rank`."""
     picture = pictured(family)
-    assert picture is not None
     grid, schedule = picture
     assert grid == schedule.grid()
 

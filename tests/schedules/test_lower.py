@@ -37,7 +37,7 @@ def lower(schedule: Schedule, sharing: Sharing = NOTHING_SHARED, **given: Any) -
 
 
 lowered_schedules = st.builds(lower, schedules())
-# As one call: receives stay where the limit has them (see test_progress.py for those that are posted earlier).
+# As one call: receives stay where the limit has them (see test_check.py for those that are posted earlier).
 lowered_alone = schedules().map(lambda made: lower(made, calls=[[0] * len(program) for program in made.programs]))
 
 
@@ -164,7 +164,7 @@ def test_two_receives_ahead_and_no_more_than_the_order_forces(lowered: Lowered) 
         *((name, P, None) for name in FAMILIES if name not in ("interleaved", "looped-bfs") for P in (2, 4, 3)),
         *(("interleaved", P, V) for P, V in [(2, 2), (4, 2), (4, 3), (3, 1)]),
     ],
-)  # looped-bfs: see test_progress.py
+)  # looped-bfs: see test_check.py
 def test_receives_do_not_grow_with_the_microbatches(name: str, P: int, chunks: int | None) -> None:
     P, _ = fitting(name, P, 2 * P)
     peaks = [
@@ -248,24 +248,9 @@ def drop(text: str) -> Callable[[list[Step]], None]:
             id="receives-swapped",
         ),
         pytest.param(1, swap("1SEND_B1", "1SEND_B2"), "rank 1, step .*: 1SEND_B2 comes before 1B2", id="sent-early"),
-        pytest.param(
-            1,
-            drop("1SEND_B3"),
-            "link 1 -> 0, message 3: sent is nothing, received is gradients of microbatch 3",
-            id="send-lost",
-        ),
-        pytest.param(
-            0,
-            drop("0SEND_F3"),
-            "link 0 -> 1, message 3: sent is nothing, received is activations of microbatch 3",
-            id="last-send-lost",
-        ),
-        pytest.param(
-            0,
-            lambda steps: steps.append(steps[-1]),
-            "rank 0 no longer runs the actions of its program in their order",
-            id="action-twice",
-        ),
+        pytest.param(1, drop("1SEND_B3"), "1 -> 0, message 3: sent is nothing, received is grad", id="send-lost"),
+        pytest.param(0, drop("0SEND_F3"), "0 -> 1, message 3: sent is nothing, received is activ", id="last-send-lost"),
+        pytest.param(0, lambda steps: steps.append(steps[-1]), "no longer runs the actions of its", id="action-twice"),
         pytest.param(
             0,
             swap("0RECV_B3", "0B3"),

@@ -82,7 +82,6 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def built(what: Any, **sizes: int | None) -> Schedule:
     own = find_user_schedule(what, option="schedule=")
-    assert own is not None
     return own.build(sizes or SIZES)
 
 

@@ -274,7 +274,6 @@ def test_what_queued_does_not_queue_again() -> None:
     found = check_prediction(predicted, [recorded(truth, 0.125)], costs=costs, links=links)
     check_adds_up(found)
     again = calibrate(schedule, costs, links, {each.what: each.measured for each in found.inputs}, queueing=False)[1]
-    assert again is not None
     assert again.sums[0].ways == ()
     assert abs(found.cause(Cause.UNEXPLAINED).seconds) < 0.05 * found.predicted
 

@@ -1,18 +1,34 @@
-"""Replicated stages: round-robin microbatches, gradients that are added up, links that keep their order."""
+"""Replicated stages: round-robin microbatches, sums, links that keep their order; without dead ranks."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.inside import Sharing, defer_updates, derive_versions
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.inside import Sharing, defer_updates, derive_versions, replicate, schedule_without
 
-from stagewright.schedules import Action, Costs, Op, Schedule, build, check, check_lowered, flushed, lower, simulate
+from stagewright.schedules import (
+    Action,
+    AllReduce,
+    Collective,
+    Costs,
+    Op,
+    Schedule,
+    build,
+    check,
+    check_lowered,
+    flushed,
+    lower,
+    simulate,
+)
 
 from .builders import ASYNC
 from .reference import delivered
+from .reference_links import FREE, Run
 
 # Stages with as many times the work as they have ranks.
 REPLICAS = [(2, 1), (1, 2), (3, 1), (2, 1, 1), (1, 2, 1), (2, 2), (1, 1, 3)]
@@ -64,33 +80,6 @@ def test_replicas_share_the_work_and_wait_for_each_other_at_updates(replicas: tu
         assert timeline.bubble == pytest.approx(1 - 3 * M / seconds)
 
 
-def ends_by_hand(schedule: Schedule, costs: Costs) -> dict[tuple[int, Action], float]:
-    """Ends of all actions by (rank, action), where an update waits for all backwards of its group, over free links."""
-    S = schedule.num_stages
-    seconds = {
-        op: each if isinstance(each, Sequence) else [each] * S
-        for op, each in ((Op.F, costs.forward), (Op.B, costs.backward), (Op.U, costs.update))
-    }
-    ends: dict[tuple[int, Action], float] = {}
-    left = [deque(program) for program in schedule.programs]
-    while any(left):
-        for rank, program in enumerate(left):
-            while program:
-                stage, op, k = action = program[0]
-                source = stage - 1 if op is Op.F else stage + 1
-                needs = [Action(source, op, k)] if op is not Op.U and 0 <= source < S else []
-                if op is Op.U:
-                    group = range(k * schedule.group_size, (k + 1) * schedule.group_size)
-                    needs = [Action(stage, Op.B, j) for j in group]
-                keys = [(schedule.owner(need.stage, need.index), need) for need in needs]
-                if any(key not in ends for key in keys):
-                    break
-                begin = max([ends[key] for key in keys] + [end for (r, _), end in ends.items() if r == rank] + [0.0])
-                ends[rank, action] = begin + seconds[op][stage]
-                program.popleft()
-    return ends
-
-
 @pytest.mark.parametrize("name", ["pipedream", "paci"])
 @pytest.mark.parametrize("replicas", [(2, 1, 1), (1, 2), (2, 3)], ids=str)
 def test_updates_wait_for_the_gradients_of_all_replicas_where_their_sum_takes_no_time(
@@ -99,10 +88,11 @@ def test_updates_wait_for_the_gradients_of_all_replicas_where_their_sum_takes_no
     """Every action ends when the needs of all say; under equal work and a slower last stage."""
     schedule = build(name, num_ranks=sum(replicas), num_microbatches=6, replicas=replicas, num_batches=3)
     shared, slower = in_proportion(replicas), [1.0 + stage for stage in range(len(replicas))]
+    at_once = tuple(AllReduce(stage=stage, seconds=0.0, ways=()) for stage in range(len(replicas)))
     for costs in (shared, Costs(forward=slower, backward=2.0, update=0.5)):
         found = simulate(schedule, costs)
-        wanted = ends_by_hand(schedule, costs)
-        assert {(rank, what): end for rank, own in enumerate(found.ranks) for what, _, end in own.compute} == wanted
+        wanted = Run(schedule, costs, replace(FREE, sums=at_once)).starts
+        assert {(rank, what): start for rank, own in enumerate(found.ranks) for what, start, _ in own.compute} == wanted
 
 
 def test_under_2bw_sums_that_take_no_time_hold_up_no_update() -> None:
@@ -186,3 +176,86 @@ def test_streams_of_replicas_span_as_many_batches_as_one_pipeline(name: str) -> 
     assert shared.num_batches == alone.num_batches
     costs = Costs(forward=[8.0, 8.4, 15.8, 4.3, 9.0, 5.6, 12.4], backward=[9.3, 0.0, 7.1, 11.8, 6.8, 15.2, 6.5])
     assert simulate(shared, costs).batch_seconds == pytest.approx(simulate(alone, costs).batch_seconds)
+
+
+# --- without dead ranks: every microbatch once, on a living owner of its stage ---
+
+
+FAMILIES: list[tuple[str, dict[str, Any]]] = [("1f1b", {}), ("interleaved", {"num_chunks": 2}), ("zb-h1", {})]
+COSTS = Costs(forward=1.0, backward=2.0)
+
+
+def mesh(name: str, pipe: int, data: int, *, microbatches: int = 4, **options: Any) -> Schedule:
+    return replicate(build(name, num_ranks=pipe, num_microbatches=microbatches, **options), data)
+
+
+def actions_of(schedule: Schedule) -> list[Action]:
+    return sorted(action for program in schedule.programs for action in program)
+
+
+@pytest.mark.thorough
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_every_microbatch_runs_once_on_a_living_holder(data: st.DataObject) -> None:
+    name, options = data.draw(st.sampled_from(FAMILIES))
+    pipe, replicas = data.draw(st.sampled_from([(2, 2), (2, 3), (4, 2)]))
+    whole = mesh(name, pipe, replicas, microbatches=data.draw(st.sampled_from([4, 8])), **options)
+    stays = [data.draw(st.integers(0, replicas - 1)) for _ in range(pipe)]  # a replica of each position lives
+    mortal = [p * replicas + q for p in range(pipe) for q in range(replicas) if q != stays[p]]
+    dead = data.draw(st.sets(st.sampled_from(mortal), min_size=1))
+    left = schedule_without(whole, dead)
+    check(left)
+    sums = tuple(Collective((stage,), Op.REDUCE_GRAD, 0) for stage in range(left.num_stages))
+    check_lowered(lower(left, sharing=Sharing(loss=True, collectives=sums)))
+    assert actions_of(left) == actions_of(whole)
+    for rank, program in enumerate(left.programs):
+        assert (program == ()) == (left.placement[rank] == ()) == (rank in dead)
+        kept = [action for action in program if whole.owner(action.stage, action.index) == rank]
+        assert sorted(kept) == sorted(whole.programs[rank] if rank not in dead else ())  # nobody's microbatch moves
+    M, orphans = whole.num_microbatches, set[tuple[int, int]]()
+    for stage, ranks in enumerate(whole.owners):
+        taken = dict.fromkeys((r for r in ranks if r not in dead), 0)
+        for k in range(M):
+            if whole.owner(stage, k) in dead:
+                taken[left.owner(stage, k)] += 1
+                orphans.add((stage, k))
+        laps = M / len(left.owners[stage])
+        if laps == int(laps):  # as many turns for each
+            assert max(taken.values()) == min(taken.values()), (stage, taken)
+    assert orphans
+
+
+def test_the_order_of_one_without_its_peer() -> None:
+    left = schedule_without(mesh("1f1b", 2, 2, microbatches=2), [1])
+    assert left.grid() == "\n".join(
+        [
+            "rank 0 | F0 F1 F2 F3 B0 B1 B2 B3",
+            "rank 1 | .  .  .  .  .  .  .  .",
+            "rank 2 | .  F0 B0 F2 B2 .  .  .",
+            "rank 3 | .  .  F1 B1 F3 B3 .  .",
+        ]
+    )
+
+
+@pytest.mark.thorough(but=["1f1b-options0"])
+@pytest.mark.parametrize(("name", "options"), FAMILIES)
+def test_what_one_death_costs(name: str, options: dict[str, Any]) -> None:
+    """The others of a stage have M + M / (D - 1) microbatches, rounded up, in the place of M: less slow than that."""
+    pipe, data, M = 8, 8, 16
+    whole = mesh(name, pipe, data, microbatches=M, **options)
+    before = simulate(whole, COSTS).makespan
+    one = before / simulate(schedule_without(whole, [3]), COSTS).makespan
+    two = before / simulate(schedule_without(whole, [3, data + 4]), COSTS).makespan  # of two positions
+    assert M / (M + -(-M // (data - 1))) < one < 1
+    assert 1 - 2 / data < two <= one
+
+
+def test_what_cannot_go_on_is_refused() -> None:
+    whole = mesh("1f1b", 2, 2)
+    with pytest.raises(ValueError, match=re.escape("stage 1 is on rank 2, 3 only, and none is left")):
+        schedule_without(whole, [2, 3])
+    with pytest.raises(ValueError, match=re.escape("dead ranks [4]: expected some of 0 to 3")):
+        schedule_without(whole, [4])
+    with pytest.raises(ValueError, match="batches overlap, or activations move, in it"):
+        schedule_without(replicate(build("2bw", num_ranks=2, num_microbatches=2), 2), [1])
+    assert schedule_without(whole, []) is whole

@@ -1,13 +1,30 @@
-"""Microbatches cut along the sequence: what slices need of each other, who owns them, and how they are said."""
+"""Microbatches cut along the sequence: what slices need of each other, who owns them, and how long they are."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from random import Random
 
 import pytest
-from support.inside import Dependencies, replicate
+from support.inside import Dependencies, replicate, slice_seconds
 
-from stagewright.schedules import Action, Op, Schedule, ScheduleError, build, check, check_lowered, lower
+from stagewright.schedules import (
+    Action,
+    CausalSeconds,
+    Costs,
+    Op,
+    Schedule,
+    ScheduleError,
+    build,
+    check,
+    check_lowered,
+    equal_work_lengths,
+    lower,
+    lower_bound,
+    shortest_lengths,
+    simulate,
+)
 
 
 def of_text(*programs: str, num_slices: int, num_microbatches: int = 1) -> Schedule:
@@ -72,3 +89,105 @@ def test_slices_that_do_not_fit(change: dict[str, object], message: str) -> None
 def test_slimpipe_needs_a_slice_a_rank() -> None:
     with pytest.raises(ValueError, match="num_slices=3 for schedule 'slimpipe' on 4 ranks: expected at least 4"):
         build("slimpipe", num_ranks=4, num_microbatches=2, num_slices=3)
+
+
+# --- lengths: against every way to cut a short sequence, and against the simulator ---
+
+
+def cuts(total: int, num_slices: int | None = None) -> Iterator[tuple[int, ...]]:
+    """Every way to cut `total` tokens."""
+    if total == 0:
+        if not num_slices:
+            yield ()
+        return
+    for first in range(1, total + 1):
+        for rest in cuts(total - first, None if num_slices is None else num_slices - 1):
+            yield (first, *rest)
+
+
+def random_table(random: Random) -> dict[tuple[int, int], float]:
+    """Seconds that follow no formula; eighths, so that sums are exact."""
+    return {(length, offset): random.randint(1, 40) / 8 for length in range(1, 9) for offset in range(9)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_cut_is_better(seed: int) -> None:
+    random = Random(seed)
+    table = random_table(random)
+    P, M, T = random.randint(1, 6), random.randint(1, 4), random.randint(3, 8)
+
+    def seconds(length: int, offset: int) -> float:
+        return table[length, offset]
+
+    def makespan(lengths: tuple[int, ...]) -> float:
+        each = slice_seconds(lengths, seconds)
+        return M * sum(each) + (P - 1) * max(each)
+
+    for n in (None, 1, 2, 3):
+        found = shortest_lengths(T, seconds, num_ranks=P, num_microbatches=M, num_slices=n)
+        assert sum(found) == T
+        assert n in (None, len(found))
+        assert makespan(found) == min(map(makespan, cuts(T, n)))
+    for n in (1, 2, 3):
+        found = equal_work_lengths(T, n, seconds)
+        assert (sum(found), len(found)) == (T, n)
+        keys = [(max(each), sum(each)) for each in (slice_seconds(cut, seconds) for cut in cuts(T, n))]
+        own = slice_seconds(found, seconds)
+        assert (max(own), sum(own)) == min(keys)
+
+
+@pytest.mark.parametrize("P", [1, 2, 4])
+@pytest.mark.parametrize("M", [1, 3])
+def test_terapipe_takes_what_its_programme_says(P: int, M: int) -> None:
+    """M (t1 + ... + tn) + (P - 1) max t, of F and B each; no schedule over slices is below the bound."""
+    seconds = CausalSeconds(per_token=1.0, per_pair=0.25, fixed=2.0)
+    for lengths in ((4, 4, 4), (6, 4, 2), shortest_lengths(12, seconds, num_ranks=P, num_microbatches=M)):
+        each = slice_seconds(lengths, seconds)
+        costs = Costs(forward=1.0, backward=2.0, index_factors=each * M)
+        sizes = {"num_ranks": P, "num_microbatches": M, "num_slices": len(lengths)}
+        made = simulate(build("terapipe", **sizes), costs).makespan
+        assert made == 3 * (M * sum(each) + (P - 1) * max(each))
+        for name in ("terapipe", "seq1f1b", "seq-zb-h1"):
+            schedule = build(name, **sizes)
+            assert lower_bound(schedule, costs) <= simulate(schedule, costs).makespan
+
+
+def test_slices_of_equal_work_are_faster_than_equal_ones() -> None:
+    seconds = CausalSeconds(per_token=1.0, per_pair=0.05)
+    lengths = equal_work_lengths(128, 4, seconds, multiple=8)
+    assert lengths == (56, 32, 24, 16)
+    schedule = build("seq1f1b", num_ranks=4, num_microbatches=4, num_slices=4)
+    found = [
+        simulate(schedule, Costs(forward=1.0, backward=2.0, index_factors=slice_seconds(cut, seconds) * 4)).makespan
+        for cut in ([32] * 4, lengths)
+    ]
+    assert found[1] < 0.9 * found[0]
+
+
+def test_a_fixed_cost_limits_the_number_of_slices() -> None:
+    counts = [
+        len(shortest_lengths(32, CausalSeconds(per_token=1.0, per_pair=0.1, fixed=fixed), num_ranks=8))
+        for fixed in (0.0, 1.0, 10.0, 1000.0)
+    ]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > 16  # the last token alone sets the pace then
+    assert counts[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("total", "n", "multiple", "message"),
+    [
+        (10, 2, 4, "10 tokens for 2 slices whose lengths are multiples of 4: expected a multiple of 4, of at least 8"),
+        (8, 3, 4, "8 tokens for 3 slices .* of at least 12"),
+        (8, 0, 1, "num_slices=0: expected a whole number"),
+        (8, 2, 0, "multiple=0: expected a whole number"),
+    ],
+)
+def test_sizes_that_make_no_slices(total: int, n: int, multiple: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        equal_work_lengths(total, n, CausalSeconds(per_token=1.0), multiple=multiple)
+
+
+def test_seconds_that_are_none() -> None:
+    with pytest.raises(ValueError, match="seconds= returned less than 0, or no number"):
+        equal_work_lengths(4, 2, lambda length, offset: length - 3.0)

@@ -225,7 +225,6 @@ def _held_by_networks(pause: float) -> tuple[int, float]:
         fresh = [network.draw().batch_seconds for _ in range(60)]
         for timelines, found in ((steps, shares), ((), without)) if seed == 0 else ((steps, shares),):
             spread = estimate_spread(ranks, table, timelines)
-            assert spread is not None
             assert Spread.from_json(spread.to_json()) == spread
             found.append(simulate_spread(network.SCHEDULE, network.COSTS, spread, seed=seed).holds(fresh))
     return round(600 * fmean(shares)), without[0]
@@ -244,7 +243,6 @@ def test_messages_that_are_slow_together_are_drawn_from_one_step() -> None:
         )
         ranks = [list(own) for own in zip(*(_ran(timeline, {}) for timeline in steps), strict=True)]
         spread = estimate_spread(ranks, table, steps)
-        assert spread is not None
         old = json.loads(spread.to_json())
         del old["step_messages"]  # as files of before have it
         for each, found in ((spread, shares), (Spread.from_json(json.dumps(old)), pooled)):
@@ -291,7 +289,6 @@ def test_ranks_that_take_from_each_other_are_drawn_so() -> None:
         for own, sign, program in zip(ranks, (1, -1), schedule.programs, strict=True):
             own.append([(Action(s, op, k), table.of(op, s, k) * (1 + sign * share)) for s, op, k in program])
     spread = estimate_spread(ranks, table)
-    assert spread is not None
     pairs = [[own[0] for own in step[Op.F]] for step in spread.steps]
     assert all(one + other == pytest.approx(2.0, abs=1e-3) for one, other in pairs)
     assert max(one for one, _ in pairs) > 1.2
@@ -319,7 +316,6 @@ def test_of_a_rank_that_recorded_less_all_count_the_steps_that_it_has() -> None:
     whole, short = machine.ranks(20)
     assert estimate_spread([whole, short[12:]], machine.table) is None
     spread = estimate_spread([whole, short[8:]], machine.table)
-    assert spread is not None
     assert spread == estimate_spread([whole[8:], short[8:]], machine.table)
     assert len(spread.steps) == 12
     assert simulate_spread(SCHEDULE, COSTS, spread).median > 0
@@ -335,7 +331,6 @@ def test_one_step_tells_no_spread() -> None:
 def test_a_spread_as_json() -> None:
     machine = Machine(SCHEDULE, COSTS, seed=1, step=0.1, rank=0.1, action=0.1)
     spread = estimate_spread(machine.ranks(40), machine.table)
-    assert spread is not None
     assert Spread.from_json(spread.to_json()) == spread
     assert [len(own) for own in spread.steps[-1][Op.F]] == [3, 3]
     for text, why in [

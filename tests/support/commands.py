@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import runpy
 import sys
@@ -50,6 +51,37 @@ class ForkedRank(NamedTuple):
     answer: Connection
     store: Any
     log: Path
+
+
+class Cli:
+    """The command line in this process; words are split at blanks."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys, self.told = capsys, ""
+
+    def text(self, *words: str) -> str:
+        """Standard output of a command that succeeds; `told` is its standard error."""
+        assert main(" ".join(words).split()) == 0
+        out, self.told = self._capsys.readouterr()
+        return out
+
+    def json(self, *words: str) -> Any:
+        """What it prints with --json."""
+        return json.loads(self.text(*words, "--json"))
+
+    def refused(self, *words: str) -> str:
+        """Standard error of a command that is answered as a mistake, with nothing on standard output."""
+        assert main(" ".join(words).split()) == 2
+        out, self.told = self._capsys.readouterr()
+        assert (out, "Traceback" in self.told) == ("", False)
+        assert "stagewright: error: " in self.told
+        return self.told
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """The command line, without processes of its own."""
+    return Cli(capsys)
 
 
 @pytest.fixture

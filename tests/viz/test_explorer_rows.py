@@ -66,7 +66,6 @@ def test_equal_replicas_are_one_row_that_opens(browser: Any) -> None:
 
 def test_replicas_at_other_times_stay_apart(browser: Any) -> None:
     exhibit = replicated()
-    assert exhibit.simulated is not None
     late = [
         (r, tuple(s._replace(end=s.end + 0.01 * r) for s in t.compute)) for r, t in enumerate(exhibit.simulated.ranks)
     ]

@@ -8,7 +8,6 @@ import pytest
 from support.inside import (
     HeadFigure,
     Sheet,
-    TimelinePanel,
     busy_seconds,
     headline,
     median_costs,
@@ -90,8 +89,6 @@ def test_a_prediction_with_a_spread_is_the_median_of_its_samples() -> None:
     assert (figure.seconds, figure.bubble) == (pytest.approx(20.9), 0.25)
     assert figure.how == "90%: 16.4 s .. 25.4 s; median of 99 steps with durations drawn as they vary"
     simulated, beside = panels_of([exhibit])
-    assert isinstance(simulated, TimelinePanel)
-    assert isinstance(beside, TimelinePanel)
     assert simulated.title("s", 1.0).startswith("simulated:  makespan 15 s,  ")
     assert simulated.title("s", 1.0).endswith(";  predicted 20.9 s (90%: 16.4 s .. 25.4 s)")
     assert "makespan 21 s (1.005 times predicted)" in beside.title("s", 1.0)

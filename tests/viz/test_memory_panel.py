@@ -111,7 +111,6 @@ def test_a_missing_rank_holds_nothing_that_is_known() -> None:
     )
     shown = exhibit(simulated=None, measured=(MeasuredStep(0, measured),))
     panel = panels_of([shown], memory=True)[1]
-    assert isinstance(panel, MemoryPanel)
     assert list(panel.curves) == [0]
     comparison_figure(shown, style=STYLE)
     assert MemoryPart.WEIGHTS in panel.curves[0].parts

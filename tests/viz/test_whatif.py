@@ -114,7 +114,6 @@ def test_heading_and_sidebar_divide_by_the_same_simulation_where_durations_vary(
     schedule, costs = build("1f1b", num_ranks=2, num_microbatches=4), Costs(forward=1.0, backward=2.0)
     sampled = StepSamples(seconds=(15.4,) * 99, bubbles=(0.2,) * 99)
     simulated = exhibit(schedule, costs).simulated
-    assert simulated is not None
     measured = (MeasuredStep(3, replace(simulated, measured=True)),)
     looked = browser.show(replace(exhibit(schedule, costs), sampled=sampled, measured=measured))
     told_of = looked.page.inner_text("#figures")
@@ -155,6 +154,5 @@ def test_what_cannot_be_varied_says_why() -> None:
     assert whatif_data(Exhibit(name="no costs", simulated=simulate(schedule, Costs()))) is None
     huge = build("gpipe", num_ranks=2, num_microbatches=50_001)
     simulated = exhibit(schedule, Costs()).simulated
-    assert simulated is not None
     data = whatif_data(Exhibit(name="huge", simulated=replace(simulated, schedule=huge), costs=Costs()))
     assert data == {"refused": "200,004 actions: costs can be varied up to 200,000."}

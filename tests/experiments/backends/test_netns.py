@@ -131,7 +131,6 @@ def owner(folder: Path, share: str = "") -> subprocess.Popen[bytes]:
 @needs_groups
 def test_a_killed_owner_leaves_groups_that_the_next_run_removes_and_no_others(tmp_path: Path) -> None:
     root = cpu_share.group_root()
-    assert root is not None
     there = set(root.glob("stagewright-*"))
     foreign = root / f"stagewright-of-others-{os.getpid()}"
     foreign.mkdir()

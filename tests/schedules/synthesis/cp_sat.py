@@ -96,7 +96,6 @@ def _first_start(
 
 
 def _limit_memory(model: Any, problem: Problem, rank: int, start: dict[Action, Any], end: dict[Action, Any]) -> None:
-    assert problem.memory_limit is not None
     intervals, demands = [], []
     for s in problem.placement[rank]:
         for k in range(problem.num_microbatches):

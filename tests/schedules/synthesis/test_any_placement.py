@@ -66,13 +66,11 @@ def test_pieces_are_joined_or_divided_and_a_placement_that_they_do_not_make_is_l
     held, kept = [1.0, 3.0, 2.0, 2.0], [1.0, 0.2, 0.5, 0.5]
     pieces = Request(num_ranks=2, num_microbatches=2, costs=costs, activations=held, kept_share=kept).pieces()
     plain = pieces.stages(2)
-    assert plain is not None
     assert plain.costs.forward == (3.0, 7.0)
     assert plain.costs.backward == (6.0, (14.0, 15.0))
     assert plain.costs.latency == (0.2, 0.4)
     assert (plain.activations, plain.kept_share) == ((4.0, 4.0), (0.4, 0.5))
     same = pieces.stages(4)
-    assert same is not None
     assert same.costs == pieces.joined((0, 1, 2, 3, 4)).costs
     assert pieces.stages(3) is None
     thirds = Costs(forward=[1.0] * 6)
@@ -102,10 +100,7 @@ def test_a_start_goes_to_its_own_placement() -> None:
     [
         ({"num_ranks": None}, "num_ranks=None: expected a whole number"),
         ({"costs": Costs(forward=[1.0, 2.0, 3.0])}, "numbers of 3 pieces for 2 ranks: expected 2, or a multiple"),
-        (
-            {"costs": Costs(forward=[1.0] * 4), "activations": [1.0, 1.0]},
-            "expected one number, or equally many of each",
-        ),
+        ({"costs": Costs(forward=[1.0] * 4), "activations": [1.0, 1.0]}, "one number, or equally many of each"),
         ({"memory_limit": 0.5}, "expected at least 1"),
         ({"links": Links(network=Link(), activation_bytes=[1.0])}, "activation_bytes with several numbers"),
     ],

@@ -92,7 +92,6 @@ def test_equal_to_the_simulator_to_the_last_bit(instance: tuple[Schedule, Costs]
         assert evaluator.value(orders) == expected
         assert evaluator.peaks(orders) == list(check(schedule).peak_activations)
         times = evaluator.play(orders)
-        assert times is not None
         assert times[1] == [[s.end for s in rank.compute if s.what.op is not Op.U] for rank in timeline.ranks]
         assert evaluator.schedule(orders, name="random") == schedule
 
@@ -217,7 +216,6 @@ def test_forwards_that_move_ahead_make_nothing_late(data: st.DataObject) -> None
 
 def by_code(evaluator: Evaluator, orders: list[list[int]]) -> dict[int, float]:
     times = evaluator.play(orders)
-    assert times is not None
     return {
         code: end for order, own in zip(orders, times[1], strict=True) for code, end in zip(order, own, strict=True)
     }
