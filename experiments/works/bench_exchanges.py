@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...pipe import PipelineModule
-from ...pipe.shards.exchanges import Begun, Exchanges
+from ...pipe.shards.exchanges import Exchanges
 from ...schedules import Costs, Schedule, build, simulate, with_overlap
 from ..jobs.case import Case
 from ..jobs.figure import Figure
@@ -111,14 +112,14 @@ class _Link:
     def __init__(self) -> None:
         self._free_at = 0.0
 
-    def begin(self, begin: Callable[[], Begun]) -> Begun:
+    def begin(self, begin: Callable[[], Any]) -> _Carried:
         begun = begin()
         self._free_at = max(self._free_at, time.perf_counter()) + EXCHANGE
         return _Carried(begun, self._free_at)
 
 
 class _Carried:
-    def __init__(self, begun: Begun, there: float) -> None:
+    def __init__(self, begun: Any, there: float) -> None:
         self._begun, self._there = begun, there
 
     def wait(self) -> None:

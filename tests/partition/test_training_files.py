@@ -48,7 +48,7 @@ def test_a_device_as_a_file(tmp_path: Path) -> None:
         ('"memory_efficiency": 0.75', '"memory_efficiency": -1', "memory_efficiency: -1: expected a number above 0"),
         ('"memory_efficiency": 0.75', '"memory_efficiency": NaN', r"memory_efficiency: nan: expected a number above 0"),
         ('"memory_efficiency": 0.75', '"memory_efficiency": true', "memory_efficiency: True: expected a finite number"),
-        ('"kernel_seconds": 0.0001', '"kernel_seconds": -1', "kernel_seconds: -1: expected a finite number of at"),
+        ('"kernel_seconds": 0.0001', '"kernel_seconds": -1', "-1: expected a finite number of at least 0"),
         ('"kernel_seconds": 0.0001', '"kernel_seconds": null', r"kernel_seconds: None: expected a finite number"),
         ('"kernel_seconds"', '"kernel"', r"unknown field kernel: expected only"),
         ('"peak_flops": 312000000000000.0', '"peak_flops": "fast"', r"peak_flops: 'fast': expected a finite number"),

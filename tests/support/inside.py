@@ -243,7 +243,7 @@ _NAMES = {
     "viz.notebook": "as_html",
     "viz.explorer.whatif_data": "replay_data whatif_data",
     "viz.idle": "idle_shares idle_stretches",
-    "viz.panels": "TimelinePanel panels_of time_unit MemoryPanel ceiling_of",
+    "viz.panels": "panels_of time_unit MemoryPanel ceiling_of",
     "viz.palette": "CAUSE_HUES MEMORY_HUES OP_HUES",
     "viz.rows": "assign_lanes find_arrows",
     "viz.sheet": "Sheet",
