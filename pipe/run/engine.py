@@ -148,7 +148,8 @@ class Engine:
     def _explain(self, error: RuntimeError, local: LocalRank, instruction: Instruction | None) -> None:
         known = error if isinstance(error, PipelineError) else self._lost_member(error, self._module_of(error))
         if known is not None:
-            story = f"rank {local.worker.rank}: {known}, {_story(local, instruction)}"
+            own = f"rank {local.worker.rank}: "
+            story = f"{own}{str(known).removeprefix(own)}, {_story(local, instruction)}"
             if known is not error and isinstance(known, PipelineTimeout):
                 story += ". Did all of them make the same calls (train_step, eval_step, predict), in the same order?"
             raise type(known)(story, peers=known.peers) from error

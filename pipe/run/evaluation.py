@@ -244,7 +244,7 @@ class Evaluation:
         most = self._run.layout.schedule.num_microbatches // num_replicas
         check_batch(given, most if given.microbatches else 1)
         fitting = min(given.num_samples, most)
-        if num_replicas > 1:
+        if num_replicas > len(self._run.collectives.context_members):  # which share a batch, as is checked first
             with self._run.guard.together():
                 fitting = min(
                     self._run.collectives.gather(fitting, what="agreeing on the microbatches of eval_step or predict")

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support import sliced
 from support.failing import LONG, Told, told
 from support.pool import Pool
 from support.small import X, Y, layers, make, sgd
@@ -96,6 +97,36 @@ def test_ranks_that_make_different_calls_end_by_name(gloo: Pool, tmp_path: Path)
         assert not (tmp_path / str(number) / "after" / "latest").exists()
     for number in range(2):  # of step and accumulation the losses tell, at once
         assert by_rank[0][number][0].kind == "ValueError"
+
+
+MEMBERS = [(one, other) for one in ("eval_step", "predict") for other in ("train_step", "eval_step") if one != other]
+
+
+def members_differ(pairs: list[tuple[str, str]]) -> list[Told]:
+    """What a member of a context group is told by its call of each pair."""
+    rank, results, (tokens, targets) = int(os.environ["RANK"]), [], sliced.batch()
+    calls: dict[str, Callable[[Any], object]] = {
+        "train_step": lambda pipe: pipe.train_step(tokens, targets),
+        "eval_step": lambda pipe: pipe.eval_step(tokens, targets),
+        "predict": lambda pipe: pipe.predict(tokens),
+    }
+    for pair in pairs:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"loss_fn": sliced.mean_loss, "num_microbatches": 2, "timeout": LONG}
+        pipe: Any = make(model=sliced.gpt(), mesh={"pipe": 1, "context": 2}, example_inputs=(tokens,), **options)
+        pipe.train_step(tokens, targets)
+        results.append(told(partial(calls[pair[rank]], pipe)))
+        dist.barrier()
+    return results
+
+
+def test_members_of_a_context_group_that_make_different_calls_end_by_name(gloo: Pool) -> None:
+    """The process itself was aborted: two sizes met in one gather."""
+    pairs = [pair[::step] for pair in MEMBERS for step in (1, -1)]
+    for pair, *ranks in zip(pairs, *gloo.run(members_differ, ranks=2, args=(pairs,)), strict=True):
+        for said in ranks:
+            assert said.kind == "ValueError", (pair, said)
+            assert SAME in said.text, (pair, said)
 
 
 class Centred(nn.Linear):
