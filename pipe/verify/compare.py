@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -14,6 +15,7 @@ from ..guards.rounding import SUMS, by_type
 
 _BELOW_THE_LARGEST = 1e-3  # of the model's largest gradient: smaller ones are compared as if they were this large
 _SAMPLES = 8  # of what rounding alone changes
+_CHUNK = 1 << 20  # elements, which bounds what is held in float64
 _SPREAD = 4.0  # of two results in one type, over the most that rounding alone changed in these: 2.3 was seen
 _LEAST = 1e-4  # smaller values are compared as if this large: rounding alone, as the mean of a LayerNorm
 
@@ -97,8 +99,8 @@ def first_apart(
             return name, f"{{name}} has no gradient {where}, and one in the plain module"
         if expected is None or given is None:
             continue
-        noise = partial(rounding, name)
-        if what := differs(expected, given, tolerance=tolerance, floor=floor, rounding=noise):
+        noise = Noise(partial(rounding, name), max(tolerance, _tolerance(expected.dtype)) * max(sizes))
+        if what := differs(expected, given, tolerance=tolerance, floor=floor, noise=noise):
             return name, f"the gradient of {{name}} {what}"
     for name, ours in piped.buffers.items():
         what = differs(plain.buffers[name], ours, tolerance=tolerance) if name in plain.buffers else None
@@ -107,33 +109,63 @@ def first_apart(
     return None
 
 
+@dataclass(frozen=True)
+class Noise:
+    """What rounding alone may be: values of both sides up to `most` and up to `measured()`, which takes a while."""
+
+    measured: Callable[[], float] = float
+    most: float = 0.0
+
+    def explains(self, *values: torch.Tensor) -> bool:
+        largest = max(map(size, values))
+        return largest <= self.most and largest <= self.measured()
+
+
 def changed_by_rounding(
-    expected: Mapping[str, torch.Tensor | None], sample: Callable[[int], Mapping[str, torch.Tensor | None]]
+    expected: Mapping[str, torch.Tensor | None],
+    sample: Callable[[int], Mapping[str, torch.Tensor | None]],
+    *,
+    seconds: float,
 ) -> Callable[[str], float]:
     """Function from a gradient's name to four times the most that rounding alone changes in an element of it.
 
     Measured when first asked, as in Monte Carlo arithmetic (Parker 1997): by samples 1, 2, ... of the same gradients,
-    from weights that are `rounded` once more. Sample 0 has the same weights; 0.0 where its gradient is another one.
+    from weights that are `rounded` once more, up to eight within these seconds. Sample 0 has the same weights; 0.0
+    where its gradient is another one.
     """
 
     @cache
     def measured() -> dict[str, float]:
-        same, *samples = map(sample, range(_SAMPLES + 1))
-        return {
-            name: _SPREAD * max(size(other - x) for each in samples if (other := each[name]) is not None)
-            for name, x in expected.items()
-            if x is not None and (again := same[name]) is not None and torch.equal(again.to_dense(), x.to_dense())
-        }
+        begun = time.perf_counter()
+        own = {name: x for name, x in expected.items() if x is not None}
+        same = {name for name, x in sample(0).items() if x is not None and name in own and _is_same(x, own[name])}
+        most = dict.fromkeys(same, 0.0)
+        for number in range(1, _SAMPLES + 1):
+            if (time.perf_counter() - begun) * (number + 1) / number > seconds:
+                break
+            for name, x in sample(number).items():
+                if x is not None and name in same:
+                    most[name] = max(most[name], _SPREAD * size(x - own[name]))
+        return most
 
     return lambda name: measured().get(name, 0.0)
 
 
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.to_dense(), other.to_dense())
+
+
 def rounded(x: torch.Tensor, rounding: float, number: int = 0) -> torch.Tensor:
-    """`x`, changed by up to this share: each element by another one, in each numbered sample."""
-    if not (rounding and (x.is_floating_point() or x.is_complex())):
+    """`x`, changed by up to this share: each element by another one, in each numbered sample; not types of one byte."""
+    if not rounding or x.itemsize == 1 or not (x.is_floating_point() or x.is_complex()):
         return x
-    pattern = torch.arange(x.numel(), dtype=torch.float64, device=x.device).mul_(1e4).add_(number).sin_()
-    return (x * (1 + rounding * pattern.view(x.shape))).to(x.dtype)
+    flat = x.reshape(-1)
+    found = torch.empty_like(flat)
+    for begin in range(0, len(flat), _CHUNK):
+        part = flat[begin : begin + _CHUNK]
+        pattern = torch.arange(begin, begin + len(part), dtype=torch.float64, device=x.device).mul_(1e4).add_(number)
+        found[begin : begin + _CHUNK] = part * (1 + rounding * pattern.sin_())
+    return found.view(x.shape)
 
 
 def differs(
@@ -142,10 +174,10 @@ def differs(
     *,
     tolerance: float,
     floor: float = 0.0,
-    rounding: Callable[[], float] = float,
+    noise: Noise | None = None,
 ) -> str | None:
-    """Text for a difference of two tensors by more than `rounding`, and than the tolerance of the larger of their
-    largest element and `floor`; else None."""
+    """Text for a difference of two tensors by more than the tolerance of the larger of their largest element and
+    `floor`, unless both are `noise`; else None."""
     if theirs.shape != ours.shape:
         return f"has shape {tuple(ours.shape)}, and {tuple(theirs.shape)} in the plain module"
     one, other = (x.detach().cpu().to_dense() if x.is_sparse else x.detach().cpu() for x in (theirs, ours))
@@ -158,9 +190,9 @@ def differs(
         return None
     if not torch.equal(one.isfinite(), other.isfinite()):
         return "has inf or nan in other places than the plain module's"
-    apart = size(torch.where(one == other, torch.zeros_like(one), one - other))
-    if apart <= rounding():
+    if noise is not None and noise.explains(one, other):
         return None
+    apart = size(torch.where(one == other, torch.zeros_like(one), one - other))
     return f"differs from the plain module's by up to {apart:.3g} (largest element there: {size(one):.3g})"
 
 

@@ -52,10 +52,11 @@ from ..stage.nested import mapped
 from ..stage.own_state import tensors_of
 from ..stage.reruns import KeptInputs
 from ..stage.stage import Stage
-from .compare import changed_by_rounding, differs, graph_of, rounded, rounding_of, size, tolerance_of
+from .compare import Noise, changed_by_rounding, differs, graph_of, rounded, rounding_of, size, tolerance_of
 from .plain import PlainModule
 
 _T = TypeVar("_T")
+_SECONDS = 5.0  # to measure what rounding alone changes in a unit, while other ranks wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,17 +266,17 @@ def departure(expected: PartRun, found: PartRun, again: Callable[[float, int], P
     inputs = [("a gradient of its inputs", *pair) for pair in zip(expected.gradients, found.gradients, strict=False)]
     states = [(f"its buffer {key!r}", x, found.buffers.get(key)) for key, x in expected.buffers.items()]
     measured = changed_by_rounding(
-        expected.by_name, lambda number: again(expected.rounding * bool(number), number).by_name
+        expected.by_name, lambda number: again(expected.rounding * bool(number), number).by_name, seconds=_SECONDS
     )
-    rounding = {f"the gradient of {key!r}": partial(measured, key) for key in expected.by_name}
+    most = expected.tolerance * max((size(one) for _, one, _ in weights if one is not None), default=0.0)
+    noise = {f"the gradient of {key!r}": Noise(partial(measured, key), most) for key in expected.by_name}
     for pairs in (outputs, inputs, weights, states):
         floor = 1e-3 * max((size(one) for _, one, _ in pairs if one is not None), default=0.0)
         for what, one, other in pairs:
             if one is None or other is None:
                 how = None if one is other or pairs is not weights else "is there in one of the two"
             else:
-                noise = rounding.get(what, float)
-                how = differs(one, other, tolerance=expected.tolerance, floor=floor, rounding=noise)
+                how = differs(one, other, tolerance=expected.tolerance, floor=floor, noise=noise.get(what))
             if how:
                 return f"{what} {how}"
     return None

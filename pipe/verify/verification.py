@@ -277,8 +277,9 @@ class Verifier:
             outcome = replace(run(), outputs=outputs)
 
             def sample(number: int) -> Mapping[str, torch.Tensor | None]:
+                own = plain.set_buffers({})
                 plain.load(weights, self._options.device, rounding=watch.rounding * bool(number), number=number)
-                own = plain.set_buffers(buffers)
+                plain.set_buffers(buffers)
                 again = run(turned_by=number)
                 plain.set_buffers(own)
                 return again.gradients
@@ -289,7 +290,10 @@ class Verifier:
                 outcome = replace(outcome, loss=piped.loss, gradients={}, buffers={})
                 piped = replace(piped, gradients={}, buffers={})
             self._tolerance = watch.tolerance
-            return self._difference(outcome, piped, watch, changed_by_rounding(outcome.gradients, sample))
+            limit = self._options.timeout / 2  # the other ranks wait meanwhile
+            return self._difference(
+                outcome, piped, watch, changed_by_rounding(outcome.gradients, sample, seconds=limit)
+            )
 
     def _microbatches(self, batches: Sequence[Given]) -> list[tuple[int, Given]]:
         """All microbatches by number, in order: microbatch j of data replica q is number j D + q."""

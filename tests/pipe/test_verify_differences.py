@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -332,7 +333,7 @@ class Shifted(nn.Module):
         return x + self.share * (times * self.bias - (times - 1.0) * self.bias.detach())
 
 
-def told_of_norms(seed: int, dtype: torch.dtype, share: float = 1.0, times: float = 1.0) -> str:
+def told_of_norms(seed: int, dtype: torch.dtype, share: float = 1.0, times: float = 1.0, data: int = 2) -> str:
     """Biases in front of a BatchNorm have a gradient of 0, the last one not."""
     torch.manual_seed(seed)
     blocks = [[nn.Conv2d(width, 8, 3), nn.BatchNorm2d(8), nn.ReLU()] for width in (3, 8, 8)]
@@ -343,7 +344,7 @@ def told_of_norms(seed: int, dtype: torch.dtype, share: float = 1.0, times: floa
         net, x, y = net.to(dtype), x.to(dtype), y.to(dtype)
     pipe = PipelineModule(
         net,
-        mesh={"pipe": 2, "data": 2},  # sums of microbatches in another order
+        mesh={"pipe": 2, "data": data},  # replicas sum microbatches in another order
         num_microbatches=4,
         loss_fn=functional.mse_loss,
         precision="fp16" if dtype == torch.float16 else None,
@@ -371,6 +372,35 @@ def test_a_gradient_that_is_rounding_alone_is_no_difference(dtype: torch.dtype) 
 def test_a_gradient_that_counts_twice_is_found_in_a_short_type(share: float) -> None:
     told = {told_of_norms(seed, torch.bfloat16, share, 2.0).partition(" (stage")[0] for seed in range(3)}
     assert told == {"verify: the gradient of '10.bias'"}
+
+
+def test_runs_that_measure_rounding_leave_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noisy(plain: Outcome, piped: Outcome, **options: Any) -> str | None:
+        bias = piped.gradients["0.bias"]
+        assert bias is not None
+        return compared(plain, replace(piped, gradients={**piped.gradients, "0.bias": -bias}), **options)
+
+    compared = first_difference
+    monkeypatch.setattr("stagewright.pipe.verify.verification.first_difference", noisy)
+    assert told_of_norms(0, torch.bfloat16, data=1) == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "rounding", "is_noise"),
+    [(0.02, -0.02, 0.03, True), (0.02, -0.02, 0.01, False), (0.01, 0.04, 0.03, False), (0.2, 0.0, 9.0, False)],
+)
+def test_rounding_explains_values_that_are_small_on_both_sides(
+    theirs: float, ours: float, rounding: float, is_noise: bool
+) -> None:
+    """In bfloat16 one flipped ReLU may change a gradient as much as it is large: that excuses no larger difference."""
+    plain, piped = (
+        Outcome(loss=1.0, gradients={"0.bias": small, "1.bias": torch.ones(1)}, buffers={}, outputs=None)
+        for small in (torch.tensor([x], dtype=torch.bfloat16) for x in (theirs, ours))
+    )
+    said = first_difference(
+        plain, piped, tolerance=0.0, stage_of={"0.bias": "stage 0"}, suspects={}, rounding=lambda _: rounding
+    )
+    assert (said is None) == is_noise
 
 
 def test_an_infinity_differs_by_name() -> None:
