@@ -70,6 +70,7 @@ def solve(problem: Problem, *, seconds: float = 10.0) -> Found | None:
     solver: Any = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 2
+    solver.parameters.catch_sigint_signal = False  # it would leave a process that ends at the next one, without a word
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
