@@ -318,6 +318,8 @@ class _JointSearch:
     def _request_for(self, cut: Cut, placement: Placement) -> Request:
         given, S, ranks = self.request, len(cut) - 1, StagePlacement(placement).rank_of
         tables = self.chain.tables(([*cut], [*ranks]), [1.0] * self.P)
+        if min(tables.rooms) < 0.0:
+            raise MemoryLimitError(f"memory_limit={given.memory_limit}: expected more than the weights of a rank alone")
         groups = [self.layers[start:end] for start, end in pairwise(cut)]
         hops = [0, *(int(a != b) for a, b in pairwise(ranks)), 0]
         columns = ("forward", "input_grad", "weight_grad", "update")

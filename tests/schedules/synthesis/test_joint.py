@@ -172,6 +172,17 @@ def test_a_limit_that_only_some_cuts_meet() -> None:
         synthesize_jointly(layers, num_ranks=2, num_microbatches=3, memory_limit=7, evaluations=50)
 
 
+@pytest.mark.parametrize("weights", [2.0, 0.1])
+def test_a_limit_of_just_the_weights_is_enough_for_layers_that_keep_nothing(weights: float) -> None:
+    """The same where a rank is known to hold nothing; a limit below them is refused."""
+    layers = [Layer(forward=1, input_grad=1, weight_grad=1, activation=0, weights=weights)] * 3
+    got = synthesize_jointly(layers, num_ranks=1, num_microbatches=2, memory_limit=3 * weights, evaluations=50)
+    assert got.best.value == got.lower_bound == 18
+    assert synthesize(num_ranks=1, num_microbatches=2, costs=Costs(), activations=0, memory_limit=0).value == 6
+    with pytest.raises(MemoryLimitError, match=f"expected at least {3 * weights:g}"):
+        synthesize_jointly(layers, num_ranks=1, num_microbatches=2, memory_limit=2.98 * weights, evaluations=50)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_it_is_no_slower_than_any_start_that_fits(seed: int) -> None:
     """Within just the memory of one, on ranks in any order, with no time for more than a look at it; another one mostly
