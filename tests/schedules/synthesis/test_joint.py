@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate, combinations, pairwise, product
 from random import Random
 from typing import Any
@@ -101,6 +102,32 @@ def test_what_a_chain_says_is_what_the_evaluator_of_orders_says(kind: str) -> No
         assert evaluator.value(state.written) == pytest.approx(state.value)
         assert evaluator.fits(state.written)
     assert [each.value for each in states()[1]] == [each.value for each in ends]
+
+
+@pytest.mark.parametrize(("evaluations", "chains"), [(20_000, 1), (60_000, 3)])
+def test_chains_that_would_have_no_time_to_cool_are_one(
+    evaluations: int, chains: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a limit of memory, where three are made if there are evaluations for several."""
+    layers, begun = drawn(Random(4), 12), list[Arranged]()
+    limits = [0.6 * sum(each.activation for each in layers)] * 3
+    chain = LayerChain(layers, num_microbatches=5, limits=limits, runtime=Costs(latency=0.0), links=None)
+    search = ChainSearch(chain, Incumbent[Arranged](Budget(evaluations=evaluations), bound=0.0), Random(0))
+
+    def spend(now: Arranged, heats: Iterable[float]) -> Arranged:
+        for _ in heats:
+            search.incumbent.evaluations += 10
+        return now
+
+    def begin(now: Arranged, heats: Iterable[float]) -> Arranged:
+        begun.append(now)
+        return spend(now, heats)
+
+    monkeypatch.setattr(search, "_orders", spend)
+    monkeypatch.setattr(search, "_chain", begin)
+    starts = search.starts()
+    search.run(starts, 0.7)
+    assert begun == starts[:chains]
 
 
 @pytest.mark.thorough
