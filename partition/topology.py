@@ -54,7 +54,7 @@ A level's `reduce_latency` and `reduce_bandwidth` say what was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -233,9 +233,7 @@ class Topology:
         cards that they share and links of their own."""
         if self.has_equal_links and not self.shares_cards:
             return self.rings
-        hosts, found = np.unique(members // self.level_sizes[0]).tolist(), []
-        hops = {*zip(hosts, [*hosts[1:], *hosts[:1]], strict=True), *((host, host) for host in hosts)}
-        links = [self._node_links[hop] for hop in hops if hop in self._node_links]
+        links, found = self._own_links(members.tolist()), []
         for number, (level, ring) in enumerate(zip(self.cluster.levels, self.rings, strict=True)):
             own, times = [link for at, link in links if at == number], 1.0
             if level.devices_per_card is not None:
@@ -245,6 +243,12 @@ class Topology:
             per_byte = max([ring.seconds_a_byte, *(link.seconds_a_byte for link in own)])
             found.append(replace(ring, latency=latency, seconds_a_byte=times * per_byte))
         return found
+
+    def _own_links(self, ranks: Iterable[int]) -> frozenset[tuple[int, TransferTime]]:
+        """The links of their own, with their levels, that rings through the nodes of these ranks take."""
+        hosts = sorted({rank // self.level_sizes[0] for rank in ranks})
+        hops = {*zip(hosts, [*hosts[1:], *hosts[:1]], strict=True), *((host, host) for host in hosts)}
+        return frozenset(self._node_links[hop] for hop in hops & self._node_links.keys())
 
     def ring(self, ranks: Sequence[int], *, tensor: int = 1) -> TransferTime:
         """A sum over these ranks, by the bytes that each of them holds; as many as `tensor` go on at the same time."""
@@ -348,8 +352,8 @@ class Topology:
         for start in range(0, self.num_devices - width + 1, width):
             for first in range(start, start + stride):
                 group = range(first, first + width - stride + 1, stride)
-                cards: object = first if self._node_links else self._slowness(_indices(group))
-                found[first % inner, cards] = group
+                links = self._own_links(group) if self._node_links else None
+                found[first % inner, self._slowness(_indices(group)), links] = group
         return list(found.values())
 
     def ring_of_ranges(self, first: Index, last: Index, slowness: Floats | float) -> Floats:

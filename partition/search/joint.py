@@ -53,11 +53,14 @@ def refuse_joint(space: SearchSpace, evaluator: PlanEvaluator) -> None:
             raise ValueError(f"search='joint' with {name}={listed(sizes)}: {said}")
     num_nodes, least = len(model.profile.nodes), space.global_batch // max(space.microbatch_sizes)
     cuts, rules = model.cuts.members.sum(axis=1).tolist(), model.rules.recompute
+    parts, sums = len(cuts) - 1, model.stages(range(len(cuts)))
     wrong = {
         f"recompute={', '.join(rules)}: expected 'none' among them, as nothing runs again": "none" not in rules,
         f"a graph of {num_nodes} nodes: expected a chain, of which the first k nodes are the same in any order, or a "
         "plan without search='joint'": len({*cuts}) < len(cuts) or bool(model.cuts.notes),
-        f"{devices} devices: expected at most {num_nodes}, the nodes of the profile": devices > num_nodes,
+        f"{devices} devices: expected at most {parts}, the parts of the profile that take time": devices > parts,
+        "no node with input_grad_seconds above 0, or none with weight_grad_seconds above 0: expected one of each, or a "
+        "plan without search='joint'": not (sums.input_grad.any() and sums.weight_grad.any()),
         f"{least:,} microbatches or more on {devices:,} devices: expected at most {MAX_MICROBATCHES // devices:,}, "
         "as an order of more takes long to evaluate": devices * least > MAX_MICROBATCHES,
         "devices of several kinds: expected one, or a plan without search='joint'": not evaluator.topology.is_uniform,

@@ -384,9 +384,8 @@ class _Reach:
 
     def _area(self, rank: int) -> float:
         problem = self.problem
-        if problem.memory_limit is None:
+        if problem.memory_limit is None or not (limit := problem.memory_limit[rank]):
             return 0.0
-        limit = problem.memory_limit[rank]
         own = [self.stages[s] for s in problem.placement[rank]]
         area = math.fsum(self._lifetimes(s) for s in problem.placement[rank])
         most = max(each.held for each in own)

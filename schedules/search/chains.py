@@ -7,8 +7,8 @@
 
 **Starts**: for V = 1 to 4 stages per rank, in turn or back and forth, boundaries and ranks are annealed by the bound
 b(cut, ranks) = max of `loads` alone, which takes microseconds; the order is listed as if microbatches came at equal
-intervals. Others are given. The best starts begin one chain each, in turn, until the budget is spent, or one ends above
-what something else has found.
+intervals, on these and on even stages in place. Others are given. The best starts begin one chain each, in turn, until
+the budget is spent, or one ends above what something else has found; where there is time for one only, it gets all.
 
 **Moves**: a child x' of x is made in three steps, and evaluated in O(S M):
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product, repeat
+from itertools import chain, product, repeat
 from random import Random
 
 from ..orders.evaluate import Orders
@@ -39,7 +39,8 @@ _STARTING = 0.2  # part of the budget for them, at most
 _SETTLING = 3000  # moves for each
 _LAGS = (0.5, 1.0, 2.0, 4.0)  # of the order of a start: the way back takes so many times as long
 _CHAIN = 15_000  # evaluations of a chain, about
-_LEAST = 3  # chains under a limit of memory, of which the first shows whether more are worth it
+_LEAST = 3  # chains under a limit of memory, if several have time; the first shows whether more are worth it
+_ALONE = 0.9  # part of the budget that is spent after a chain, where there is time for one only
 _ENDS = 3  # best results that are kept
 _TRIES = 20  # order moves of a child without a better one
 _FEWEST = 3  # stages beyond two per rank: with fewer, chains end in perfect orders of poor balance
@@ -68,6 +69,8 @@ class ChainSearch:
         while starts and self.incumbent.spent < end and not self.incumbent.is_over:
             now, evaluations = self.incumbent.spent, self.incumbent.evaluations
             left = evaluations * (end - now) / max(now, 1e-9)  # at the pace so far
+            if number == 0 and left < 1.5 * _CHAIN:
+                least, end = 1, max(end, _ALONE)
             part = (end - now) / max(1, least - number, round(left / _CHAIN))
             until = now + (1.0 - _ORDERS) * part
             found = self._chain(starts[number % len(starts)], self._cooling(until, _HOT, _COLD))
@@ -102,9 +105,12 @@ class ChainSearch:
         """States whose boundaries and ranks have small bounds, and those with the given orders of F and I, the best one
         first; last those with few stages, from which chains seldom reach others."""
         until = self.incumbent.spent + _STARTING
-        found = [state for stages, orders in given if (state := self._start(stages, [orders], ()))]
-        for stages in self.even_stages():
-            found += filter(None, [self._start(self._settled(_joined(*stages)), (), _LAGS)])
+        first = ((stages, [orders], ()) for stages, orders in given)
+        even = (_joined(*stages) for stages in self.even_stages())
+        others = ((own, (), _LAGS) for stages in even for own in (self._settled(stages), stages))
+        found = list[Arranged]()
+        for tries in chain(first, others):
+            found += filter(None, [self._start(*tries)])
             if self.incumbent.is_over or (found and self.incumbent.spent > until):
                 break
         return sorted(found, key=lambda each: (len(each.ranks) < 2 * self.P - 1, each.value))

@@ -206,16 +206,23 @@ class _JointSearch:
         chains = ChainSearch(self.chain, self.incumbent, Random(self.budget.seed))
         for cut, schedule in starts:
             self._take(cut, schedule.placement, lambda evaluator, own=schedule: [evaluator.orders(own)])  # type: ignore[misc]
+        until = self.budget.seconds * (_CHAINS if self.budget.evaluations is None else 1.0)
         for boundaries, ranks in chains.even_stages():
-            self._take(tuple(boundaries), self._placement(ranks), lambda e: (orders for _, orders in named_orders(e)))
+            self._take(
+                tuple(boundaries),
+                self._placement(ranks),
+                lambda e: (orders for _, orders in named_orders(e, seconds=until - self.incumbent.elapsed)),
+            )
             if self.incumbent.is_over or self.incumbent.spent > _NAMED:
                 break
         self._move(self.incumbent.spent + _FIRST)
-        first = chains.starts([each.plain for each in self.best])
+        is_late = self.incumbent.is_over or (self.best and self.incumbent.spent >= _CHAINS)
+        first = () if is_late else chains.starts([each.plain for each in self.best])
         for state in chains.run(first, _CHAINS):
             self._take(tuple(state.cut), self._placement(state.ranks), lambda _, own=state: [own.written])  # type: ignore[misc]
         self._move(_LAST)
-        states = [(each.cut, each.evaluator.schedule(each.orders)) for each in self.best[:_SLID]]
+        most = _SLID if self.incumbent.elapsed < self.budget.seconds else 1
+        states = [(each.cut, each.evaluator.schedule(each.orders)) for each in self.best[:most]]
         if not states:
             raise MemoryLimitError(
                 f"memory_limit={self.request.memory_limit}: no cut of {len(self.layers)} layers on {self.P} ranks was "
@@ -244,13 +251,14 @@ class _JointSearch:
         while self.best and self.incumbent.spent < end and not self.incumbent.is_over:
             state = self.best[min(int(self.random.expovariate(1.0)), len(self.best) - 1)]
             least = {state.cut: state}
-            for each in sorted(self._near(state), key=lambda each: each.value):
+            for each in sorted(self._near(state, end), key=lambda each: each.value):
                 least.setdefault(each.cut, each)
             for each in sorted(least.values(), key=lambda each: each.value)[:_SLID]:
                 self._slide(each)
 
-    def _near(self, state: _OrderedCut) -> Iterator[_OrderedCut]:
-        """Its orders on cuts near its own, as they are where that fits, and at times with W anew; by bounds of cuts."""
+    def _near(self, state: _OrderedCut, end: float) -> Iterator[_OrderedCut]:
+        """Its orders on cuts near its own, as they are where that fits, and at times with W anew; by bounds of cuts;
+        none after `end`."""
         random, problem, P = self.random, state.evaluator.problem, self.P
         ranks, most = [*problem.rank_of], problem.num_stages * self.chain.M
 
@@ -260,6 +268,8 @@ class _JointSearch:
 
         cuts = {self._shifted(state.cut) for _ in range(_DRAWN)}
         for cut in sorted(sorted(cuts), key=bound)[:_PLAYED]:
+            if self.incumbent.spent >= end:
+                break
             if (evaluator := self._evaluator(cut, problem.placement)) is None:
                 continue
             if evaluator.fits(state.orders):
@@ -318,6 +328,8 @@ class _JointSearch:
     def _request_for(self, cut: Cut, placement: Placement) -> Request:
         given, S, ranks = self.request, len(cut) - 1, StagePlacement(placement).rank_of
         tables = self.chain.tables(([*cut], [*ranks]), [1.0] * self.P)
+        if min(tables.rooms) < 0.0:
+            raise MemoryLimitError(f"memory_limit={given.memory_limit}: expected more than the weights of a rank alone")
         groups = [self.layers[start:end] for start, end in pairwise(cut)]
         hops = [0, *(int(a != b) for a, b in pairwise(ranks)), 0]
         columns = ("forward", "input_grad", "weight_grad", "update")

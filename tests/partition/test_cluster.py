@@ -295,6 +295,13 @@ def test_groups_of_members_have_the_rings_of_all_places(cluster: Cluster) -> Non
             assert {*map(find, topology.groups(context, stride=tensor))} == {*map(find, everywhere)}
 
 
+def test_groups_off_a_link_of_its_own_are_listed_once() -> None:
+    """Of 5,000 groups, each place in a node once; of groups of two nodes, those with a link of their own as well."""
+    levels = (Level(name="a", size=8, bandwidth=8.0), Level(name="b", size=1250, bandwidth=2.0))
+    topology = Topology(Cluster(levels=levels, node_links=((2, 3, 0.5, 0.0), (5, 6, 0.5, 0.0), (8, 9, 0.4, 0.0))))
+    assert [len(topology.groups(size)) for size in (1, 2, 8, 16)] == [8, 4, 1, 3]
+
+
 def test_a_number_goes_up_a_tree_of_nodes() -> None:
     topology = Topology(Cluster.parse("5x4:a=8B/s@1s,b=2B/s@5s"))
     assert topology.small_sum(range(20)) == 2 * (3 * 1 + 3 * 5)

@@ -124,6 +124,8 @@ def test_where_a_named_schedule_is_better_it_is_taken() -> None:
 def test_what_a_joint_search_does_not_know_is_refused_by_name() -> None:
     ends = [(0, 1), (0, 2), (1, 3), (2, 3), *((i, i + 1) for i in range(3, 8))]
     graph = replace(hybrid(), edges=[(f"n{i}", f"n{j}") for i, j in ends])
+    first = Node(name="n0", forward_seconds=0, backward_seconds=0)
+    still = replace(hybrid(), nodes=[first, *hybrid().nodes[1:]])
     kinds = tuple(DeviceKind(name=name, speed=speed) for name, speed in (("slow", 1.0), ("fast", 2.0)))
     levels = (Level(name="host", size=1, bandwidth=1e9), Level(name="net", size=3, bandwidth=1e9))
     unlike = Cluster(levels=levels, kinds=kinds, nodes=("slow", "fast", "fast"))
@@ -133,6 +135,9 @@ def test_what_a_joint_search_does_not_know_is_refused_by_name() -> None:
         (None, {"pipeline_sizes": (2,)}, "pipeline_sizes=2: expected 3 among them"),
         (None, {"recompute": ("full",)}, "recompute=full: expected 'none'"),
         (None, {"cluster": Cluster.parse("10:net=1GB/s"), "pipeline_sizes": None}, "10 devices: expected at most 9"),
+        (still, {"cluster": Cluster.parse("9:net=1GB/s"), "pipeline_sizes": None}, "9 devices: expected at most 8"),
+        (hybrid(weight_grad_seconds=0.0), {}, "none with weight_grad_seconds above 0: expected one of each"),
+        (hybrid(input_grad_seconds=0.0), {}, "no node with input_grad_seconds above 0"),
         (None, {"global_batch": 30_000}, "30,000 microbatches or more on 3 devices: expected at most 6,666"),
         (None, {"cluster": unlike}, "devices of several kinds"),
         (None, {"search": "jointly"}, "search='jointly'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate, combinations, pairwise, product
 from random import Random
 from typing import Any
@@ -103,6 +104,32 @@ def test_what_a_chain_says_is_what_the_evaluator_of_orders_says(kind: str) -> No
     assert [each.value for each in states()[1]] == [each.value for each in ends]
 
 
+@pytest.mark.parametrize(("evaluations", "chains"), [(20_000, 1), (60_000, 3)])
+def test_chains_that_would_have_no_time_to_cool_are_one(
+    evaluations: int, chains: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a limit of memory, where three are made if there are evaluations for several."""
+    layers, begun = drawn(Random(4), 12), list[Arranged]()
+    limits = [0.6 * sum(each.activation for each in layers)] * 3
+    chain = LayerChain(layers, num_microbatches=5, limits=limits, runtime=Costs(latency=0.0), links=None)
+    search = ChainSearch(chain, Incumbent[Arranged](Budget(evaluations=evaluations), bound=0.0), Random(0))
+
+    def spend(now: Arranged, heats: Iterable[float]) -> Arranged:
+        for _ in heats:
+            search.incumbent.evaluations += 10
+        return now
+
+    def begin(now: Arranged, heats: Iterable[float]) -> Arranged:
+        begun.append(now)
+        return spend(now, heats)
+
+    monkeypatch.setattr(search, "_orders", spend)
+    monkeypatch.setattr(search, "_chain", begin)
+    starts = search.starts()
+    search.run(starts, 0.7)
+    assert begun == starts[:chains]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("seed", "num", "P", "M", "kind"), [(1, 8, 3, 2, "free"), (2, 7, 3, 4, "norm"), (3, 8, 2, 3, "norm")]
@@ -170,6 +197,17 @@ def test_a_limit_that_only_some_cuts_meet() -> None:
     assert all(peak <= 8 for peak in _peaks(got.best.synthesis))
     with pytest.raises(MemoryLimitError, match="expected at least 8"):
         synthesize_jointly(layers, num_ranks=2, num_microbatches=3, memory_limit=7, evaluations=50)
+
+
+@pytest.mark.parametrize("weights", [2.0, 0.1])
+def test_a_limit_of_just_the_weights_is_enough_for_layers_that_keep_nothing(weights: float) -> None:
+    """The same where a rank is known to hold nothing; a limit below them is refused."""
+    layers = [Layer(forward=1, input_grad=1, weight_grad=1, activation=0, weights=weights)] * 3
+    got = synthesize_jointly(layers, num_ranks=1, num_microbatches=2, memory_limit=3 * weights, evaluations=50)
+    assert got.best.value == got.lower_bound == 18
+    assert synthesize(num_ranks=1, num_microbatches=2, costs=Costs(), activations=0, memory_limit=0).value == 6
+    with pytest.raises(MemoryLimitError, match=f"expected at least {3 * weights:g}"):
+        synthesize_jointly(layers, num_ranks=1, num_microbatches=2, memory_limit=2.98 * weights, evaluations=50)
 
 
 @pytest.mark.parametrize("seed", range(12))
