@@ -217,7 +217,7 @@ def _form(mode: FakeTensorMode, x: Any) -> object:
 
 
 def _making(mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Any, value: Any) -> _Making:
-    """What makes such a value again: the first argument itself, views of it, or new tensors."""
+    """A function that makes such a value again: the first argument itself, views of it, or new tensors."""
     if args and value is args[0]:
         return lambda mode, args: args[0]
     given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]

@@ -111,7 +111,7 @@ def first_apart(
 
 @dataclass(frozen=True)
 class Noise:
-    """What rounding alone may be: values of both sides up to `most` and up to `measured()`, which takes a while."""
+    """Values that rounding alone may be: on both sides up to `most` and up to `measured()`, which takes a while."""
 
     measured: Callable[[], float] = float
     most: float = 0.0
