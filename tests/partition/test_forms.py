@@ -298,6 +298,7 @@ F = nn.functional
 REMEMBERED: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "views": lambda x, n: (x[1:], x.t()[:, 1], x.view(2, 12)[:, ::3], x.expand(2, 4, 6), *x.split(2), x.detach()),
     "copies": lambda x, n: (x.t().reshape(24), x.reshape(24), x.t().contiguous(), x.contiguous(), x.clone()),
+    "strides": lambda x, n: (x.clone(), x.t().clone(), x * 2, x.t() * 2, x + n, x.t() + n.t()),
     "in place": lambda x, n: (x.clone().mul_(2), x.clone().t().add_(n.t()), x.clone().t_(), (x + n).squeeze_()),
     "on what was given": lambda x, n: (n.add_(1), n.t_() if n.shape == (4, 6) else n, n.mul(2)),
     "sizes": lambda x, n: (n.clone().resize_(2, 2), x.new_empty(3), x.new_zeros(2, 5), torch.zeros_like(x.t())),
