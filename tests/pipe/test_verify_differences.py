@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from support.inside import B, Constraints, F, differs, first_difference, graph_of, in_order, tolerance_of
+from support.inside import (
+    B,
+    Constraints,
+    F,
+    changed_by_rounding,
+    differs,
+    first_difference,
+    graph_of,
+    in_order,
+    tolerance_of,
+)
 from support.inside import CompareOutcome as Outcome
 from support.parts import GIVEN, Parts
 from support.pool import Pool
@@ -401,6 +412,19 @@ def test_rounding_explains_values_that_are_small_on_both_sides(
         plain, piped, tolerance=0.0, stage_of={"0.bias": "stage 0"}, suspects={}, rounding=lambda _: rounding
     )
     assert (said is None) == is_noise
+
+
+@pytest.mark.parametrize(("seconds", "numbers", "share"), [(math.inf, [*range(9)], 15.0), (0.0, [0], 0.0)])
+def test_one_sample_alone_says_nothing_and_none_begins_late(seconds: float, numbers: list[int], share: float) -> None:
+    """Other ranks wait meanwhile; a route that flips in one sample of eight is no rounding of the others."""
+    asked: list[int] = []
+
+    def sample(number: int) -> dict[str, Tensor | None]:
+        asked.append(number)
+        return {"0.bias": torch.tensor([{0: 0.0, 4: 90.0, 6: 3.0}.get(number, 1.0)])}
+
+    allowed = changed_by_rounding({"0.bias": torch.zeros(1)}, sample, seconds=seconds)
+    assert (allowed("0.bias"), asked) == (share, numbers)
 
 
 def test_an_infinity_differs_by_name() -> None:

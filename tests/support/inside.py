@@ -188,7 +188,7 @@ _NAMES = {
     "pipe.update.local": "Averaging next_interval",
     "pipe.update.optimizers": "SameOptions StageOptimizers",
     "pipe.update.shared_sums": "SharedSum",
-    "pipe.verify.compare": "differs first_difference graph_of tolerance_of",
+    "pipe.verify.compare": "changed_by_rounding differs first_difference graph_of tolerance_of",
     "pipe.verify.parts": "Regions",
     "pipe.verify.verification": "Verifier",
     "schedules.actions": "Relation",
