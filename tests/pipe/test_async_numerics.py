@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,6 +87,13 @@ CASTS = {f"{task} {word}": {"task": task, "recompute": word} for task, word in
          [("conv-norm", "none"), ("small-gpt", "full"), ("small-gpt", "selective")]}  # fmt: skip
 COUNTS = {"2bw adamw": RULES["2bw"] | {"optimizer": "adamw"}, "pipedream sgd": RULES["pipedream-kM"]}
 
+PACI: dict[str, Options] = {
+    "drains": CONV | {"num_ranks": 4, "optimizer": "adamw-fused", "decay": True, "flushes": (1,), "evals": (2,)},
+    "replicas": CONV | {"num_ranks": 4, "replicas": (2, 1, 1), "flushes": (3,)},
+    "each microbatch": {"task": "mlp", "num_ranks": 4, "update_every": 1, "flushes": (0, 2)},
+    # Casts are the forward's.
+    "autocast": {"task": "small-gpt", "num_ranks": 3, "autocast": True, "optimizer": "adamw", "sizes": UNEVEN[:3]},
+}
 CASES = [
     *grid("ranks", 2, each("num_ranks", 1, 2, 3, 4), RULES, task="conv-norm", optimizer="momentum", sizes=UNEVEN),
     *grid("optimizer", 2, each("optimizer", *OPTIMIZERS), ONE_OF_EACH, task="conv-norm", num_ranks=4),
@@ -112,6 +118,7 @@ CASES = [
     *grid("autocast", 3, ONE_OF_EACH, CASTS, num_ranks=3, autocast=True, optimizer="adamw", flushes=(4,)),
     *grid("sum and count", 1, COUNTS, task="small-masked", num_ranks=3, sizes=UNEVEN, evals=(4,)),
     *grid("clipped", 1, CLIPPED, num_ranks=3, max_grad_norm=0.05, sizes=UNEVEN, flushes=(2,)),
+    *grid("paci", 1, PACI, schedule="paci", update_every=2),
     *grid("rates", 1, ONE_OF_EACH, **CONV, optimizer="momentum", decay=True, flushes=(1,)),
 ]  # fmt: skip
 
@@ -179,9 +186,6 @@ def test_a_step_leaves_the_pipeline_full(gloo: Pool) -> None:
         assert all(abs(loss - replay(case).losses[step]) < 1e-12 for step, loss in rank if step is not None)
 
 
-PACI = AsyncCase(task="conv-norm", schedule="paci", num_ranks=3, update_every=2, sizes=UNEVEN[:4])
-
-
 def half_square(output: Tensor, target: Tensor) -> Tensor:
     return 0.5 * (output - target).square().mean()
 
@@ -243,26 +247,3 @@ def test_recomputation_runs_with_the_new_weights(recompute: str) -> None:
     given = again if recompute == "full" else a  # to w2
     w1, w2 = w1 - 0.1 * y * w3 * w2 * slope, w2 - 0.1 * y * w3 * given
     assert found == pytest.approx([w1, w2, w3 - 0.1 * y * 2.0 * a], abs=1e-14)
-
-
-# --- other models, optimizers, drains ---
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "case",
-    [
-        replace(PACI, num_ranks=4, optimizer="adamw-fused", decay=True, flushes=(1,), evals=(2,), sizes=UNEVEN),
-        replace(PACI, num_ranks=4, replicas=(2, 1, 1), flushes=(3,)),
-        replace(PACI, task="mlp", num_ranks=4, update_every=1, flushes=(0, 2)),
-        replace(PACI, task="small-gpt", autocast=True, optimizer="adamw", sizes=UNEVEN[:3]),  # casts are the forward's
-    ],
-    ids=["drains", "replicas", "each microbatch", "autocast"],
-)
-def test_other_models_against_the_replay(case: AsyncCase) -> None:
-    agree(run(case), case)
-
-
-def test_no_norm_over_all_stages() -> None:
-    with pytest.raises(ValueError, match=r"max_grad_norm=1.0 under schedule 'paci': .* Expected schedule='2bw'"):
-        make_pipeline(PACI, make_model(PACI), max_grad_norm=1.0)

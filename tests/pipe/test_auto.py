@@ -117,6 +117,13 @@ def test_nothing_is_known_before_the_first_batch() -> None:
         ),
         ({"cut": ["1"]}, 'cut= together with schedule="auto"'),
         ({"recompute": "full"}, 'recompute= together with schedule="auto"'),
+        (
+            {"mesh": {"pipe": 1, "data": 2}, "replan": "batch"},
+            r'mesh=\{"data": 2\} with replan="batch": .* expected "data": 1',
+        ),
+        ({"search": "jointly"}, "search='jointly'"),
+        ({"search": "joint", "replan": "batch"}, "expected one of them"),
+        ({"seconds": 0}, "seconds=0"),
     ],
 )
 def test_what_the_plan_decides_on_is_not_given(options: dict[str, Any], message: str) -> None:
@@ -342,11 +349,6 @@ def test_what_is_idle_is_said() -> None:
 def test_the_axes_of_a_mesh_stay(mesh: dict[str, int], replicas: tuple[int, ...]) -> None:
     plan = planned(trials=0, mesh=mesh)
     assert plan.replicas[: len(plan.stages) // plan.num_chunks] == replicas
-
-
-def test_replicas_do_not_go_with_an_order_for_each_batch() -> None:
-    with pytest.raises(ValueError, match=r'mesh=\{"data": 2\} with replan="batch": .* expected "data": 1'):
-        trials.make_pipe(mesh={"pipe": 1, "data": 2}, replan="batch")
 
 
 def test_sizes_between_and_beyond_the_measured_ones() -> None:

@@ -60,14 +60,6 @@ BATCHES: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-@pytest.mark.thorough(
-    but=[
-        "nothing-forward_backward",
-        "a nested input-train_step",
-        "a target of numpy's-forward_backward",
-        "another type-forward_backward",
-    ]
-)
 @pytest.mark.parametrize("step", ["train_step", "forward_backward", "eval_step"])
 @pytest.mark.parametrize(("batch", "message"), BATCHES.values(), ids=BATCHES.keys())
 def test_batches(step: str, batch: tuple[Any, ...], message: str) -> None:

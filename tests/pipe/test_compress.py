@@ -170,17 +170,6 @@ REFUSED: list[tuple[object, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.thorough(
-    but=[
-        "zip-options0-compress='zip': expected 'int8', 'topk'",
-        "compress3-options3-no message is sent there",
-        "compress5-options5-where no stage has replicas: expected Mesh\\\\(data=D\\\\)",
-        "compress8-options8-no way from rank 1 to rank 0",
-        "auto-options9-compress='auto' without an optimizer",
-        "int8-options12-nothing there becomes smaller",
-        "compress13-options13-stages .1, 2. are on one rank, and get one message",
-    ]
-)
 @pytest.mark.parametrize(("compress", "options", "expected"), REFUSED)
 def test_what_cannot_be_is_refused_before_the_first_step(
     compress: object, options: dict[str, Any], expected: str

@@ -136,37 +136,25 @@ def _trained(options: dict[str, Any], mesh: dict[str, Any], *, counted: bool = F
     return differences, worst
 
 
-def _is_exact(
-    gloo: Pool, options: dict[str, Any], mesh: dict[str, Any], *, ranks: int = 4, counted: bool = False
-) -> None:
-    for differences, worst in gloo.run(_trained, ranks=ranks, args=(options, mesh), kwargs={"counted": counted}):
+MESHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options, axes of the mesh
+    "counted": ({"schedule": "1f1b"}, {"pipe": 2, "context": 2}),
+    "chunks": ({"schedule": "interleaved", "num_chunks": 2}, {"pipe": 2, "context": 2}),
+    "split": (
+        {"schedule": "zb-h1", "recompute": "full"},
+        {"pipe": 2, "context": 2, "order": ("context", "pipe", "data", "tensor")},
+    ),
+    "zero1": ({"schedule": "1f1b"}, {"pipe": 1, "context": 2, "data": 2, "data_parallel": "zero1"}),
+    "fsdp": ({"schedule": "gpipe"}, {"pipe": 1, "context": 4, "data_parallel": "fsdp"}),
+    "tensor": ({"schedule": "1f1b"}, {"pipe": 1, "context": 2, "tensor": 2, "tensor_parallel": "auto"}),
+}
+
+
+@pytest.mark.thorough(but=["counted"])
+@pytest.mark.parametrize("name", MESHES)
+def test_a_context_group_trains_evaluates_and_predicts_as_one_process(gloo: Pool, name: str) -> None:
+    for differences, worst in gloo.run(_trained, ranks=4, args=(*MESHES[name],), kwargs={"counted": name == "counted"}):
         assert max(differences) < 1e-12
         assert worst < 1e-11
-
-
-@pytest.mark.gloo
-def test_a_context_group_trains_evaluates_and_predicts_as_one_process(gloo: Pool) -> None:
-    _is_exact(gloo, {"schedule": "1f1b"}, {"pipe": 2, "context": 2}, counted=True)
-
-
-@pytest.mark.gloo
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("options", "mesh"),
-    [
-        ({"schedule": "interleaved", "num_chunks": 2}, {"pipe": 2, "context": 2}),
-        (
-            {"schedule": "zb-h1", "recompute": "full"},
-            {"pipe": 2, "context": 2, "order": ("context", "pipe", "data", "tensor")},
-        ),
-        ({"schedule": "1f1b"}, {"pipe": 1, "context": 2, "data": 2, "data_parallel": "zero1"}),
-        ({"schedule": "gpipe"}, {"pipe": 1, "context": 4, "data_parallel": "fsdp"}),
-        ({"schedule": "1f1b"}, {"pipe": 1, "context": 2, "tensor": 2, "tensor_parallel": "auto"}),
-    ],
-    ids=lambda each: "-".join(map(str, each.values())),
-)
-def test_with_schedules_and_other_axes(gloo: Pool, options: dict[str, Any], mesh: dict[str, Any]) -> None:
-    _is_exact(gloo, options, mesh)
 
 
 def _both(folder: str) -> tuple[float, float]:
@@ -197,7 +185,6 @@ def _both(folder: str) -> tuple[float, float]:
     return max(abs(found[0][step] - found[1][step]) for step in steps), len(steps)
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_a_stream_goes_on_from_its_checkpoint_under_another_size(gloo: Pool, tmp_path: Path) -> None:
     """2bw over a context group is 2bw over data replicas."""
@@ -222,7 +209,6 @@ def _padded() -> float:
     return max(abs(found - (total / count).item()), *map(float, gradients))
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_a_length_that_members_do_not_divide_is_exact_as_the_page_pads_it(gloo: Pool) -> None:
     assert max(gloo.run(_padded, ranks=2)) < 1e-12
@@ -318,7 +304,6 @@ _WRONG = {
 }
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough(but=["other batches"])
 @pytest.mark.parametrize("kind", _WRONG)
 def test_what_members_do_otherwise_is_refused_without_verification(gloo: Pool, kind: str) -> None:
@@ -341,7 +326,6 @@ def _evaluated_otherwise() -> None:
             pipe.predict(batch()[0])
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_a_model_that_looks_across_tokens_in_evaluation_alone_is_refused_there(gloo: Pool) -> None:
     gloo.run(_evaluated_otherwise, ranks=2)
@@ -358,23 +342,14 @@ def _of_lengths(context: int) -> float:
         return pipe.forward_backward(microbatches=found).loss or math.nan
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_microbatches_of_other_lengths_weigh_as_without_a_context_group(gloo: Pool) -> None:
     assert gloo.run(_of_lengths, ranks=2, args=(2,)) == pytest.approx(gloo.run(_of_lengths, ranks=2, args=(1,)), 1e-12)
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
-def test_what_looks_across_tokens_by_other_means_is_refused(gloo: Pool) -> None:
-    for kind in ("conv", "mask", "odd"):
-        gloo.run(_refused, ranks=2, args=(kind,))
-
-
-@pytest.mark.gloo
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["dims", "sync", "sliced", "auto", "memory", "reroute"])
-def test_options_that_exclude_a_context_group(gloo: Pool, kind: str) -> None:
+@pytest.mark.parametrize("kind", _REFUSED)
+def test_what_a_context_group_does_not_divide_is_refused(gloo: Pool, kind: str) -> None:
     gloo.run(_refused, ranks=2, args=(kind,))
 
 

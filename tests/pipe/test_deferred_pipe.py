@@ -34,7 +34,6 @@ def test_trains_as_the_plain_model(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -65,7 +64,6 @@ def told_of_seeds(tensor: int, builds: tuple[str, str]) -> str:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("tensor", "builds"),
     [

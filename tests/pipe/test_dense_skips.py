@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.alone import near, same_gradients, train_alone, train_piped
+from support.alone import same_gradients
 from support.models import token_loss
 from support.parts import Parts
 from support.plain import batch as plain_batch
@@ -23,7 +23,7 @@ from stagewright.comm import InProcessTransport
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import MessageKind
 
-VOCABULARY, WIDTH, BLOCKS, MICROBATCHES, STEPS = 11, 8, 6, 4, 3
+VOCABULARY, WIDTH, BLOCKS, MICROBATCHES = 11, 8, 6, 4
 
 
 class Block(nn.Module):
@@ -72,20 +72,6 @@ def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
     settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": MICROBATCHES, "timeout": 120.0}
     settings |= {"loss_fn": token_loss, "optimizer": sgd, "example_inputs": batch(0)[:1]}
     return PipelineModule(model, **records(**(settings | options)))
-
-
-# Other schedules, which have one stage a rank: test_fuzz.py.
-CHUNKS: dict[str, dict[str, Any]] = {
-    "one": {"num_chunks": 3},
-    "replicas": {"num_chunks": 2, "num_microbatches": 2, "mesh": {"pipe": 2, "data": 2}},
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("options", CHUNKS.values(), ids=CHUNKS)
-def test_several_stages_of_a_rank_take_one_output(options: dict[str, Any]) -> None:
-    found = train_piped(make_pipe(make_model(), schedule="interleaved", **options), map(batch, range(STEPS)))
-    near(found.state, train_alone(make_model(), map(batch, range(STEPS)), sgd, loss_fn=token_loss).state)
 
 
 class Counting:

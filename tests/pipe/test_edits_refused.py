@@ -132,12 +132,6 @@ def test_what_stands_around_a_forward_needs_one(word: str, given: tuple[str, ...
     getattr(edits["blocks.*"], word)(*given)
 
 
-def test_a_part_that_stands_elsewhere_too_has_one_type() -> None:
-    edits = edit(nn.Sequential(*(nn.Sequential(shared) for shared in [nn.Embedding(5, 4)] * 2)))
-    with pytest.raises(ValueError, match=r"dtype of '0': its '0\.weight' is '1\.0\.weight', too \(tied\)"):
-        edits["0"].dtype("bfloat16")
-
-
 @pytest.mark.parametrize(
     ("record", "said"),
     [

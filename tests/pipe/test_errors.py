@@ -33,6 +33,16 @@ class Tower(Parts, blocks=lambda: nn.ModuleList(nn.Linear(6, 6) for _ in range(4
         return self.head(x)
 
 
+class Two(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x * mask
+
+
+class Both(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, object]:
+        return x, {3}
+
+
 # --- what PipelineModule is told ---
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
@@ -129,6 +139,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"example_inputs": (X[:3],)},
         r"a batch of 3 samples for 4 microbatches: expected at least one sample each; .*num_microbatches=3",
     ),
+    "other inputs": (
+        {"model": Two()},
+        r"Two\.forward\(.*mask.*\).* does not take 1 by position \(missing .*'mask'\): expected",
+    ),
+    "a stage that returns no tensor": (
+        {"stages": [Both(), nn.Identity()]},
+        r"Both returns a set \(\{3\}\) at the end of a stage: expected tensors",
+    ),
     "layers that do not fit": (
         {"model": nn.Sequential(nn.Linear(6, 6), nn.Linear(5, 5))},
         r"stage 1 cannot take \(\(2, 6\) torch\.float32\): .*\[2, 6\] X \[5, 5\]",  # no line of ours is told
@@ -136,22 +154,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.thorough(
-    but=[
-        "chunks that 1f1b has not",
-        "no ranks",
-        "mesh",
-        "mesh of another type, auto",
-        "split points out of order",
-        "too few stages",
-        "an optimizer that is made",
-        "a scheduler that is made",
-        "a class of losses",
-        "a class of models",
-        "no stages",
-        "a scheduler that is none",
-    ]
-)
 @pytest.mark.parametrize(("options", "message"), OPTIONS.values(), ids=OPTIONS.keys())
 def test_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -297,16 +299,6 @@ def test_a_model_that_cannot_run_in_stages(
         make(model=model)
 
 
-def test_a_model_that_takes_other_inputs() -> None:
-    class Two(nn.Module):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return x * mask
-
-    message = r"Two\.forward\(.*mask.*\).* does not take 1 by position \(missing .*'mask'\): expected"
-    with pytest.raises(ValueError, match=message):
-        make(model=Two())
-
-
 class Counts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, int]:
         return x + 1, x.shape[0]
@@ -317,15 +309,6 @@ def test_a_recorded_model_that_returns_a_size() -> None:
     pipe = make(model=Counts(), mesh={"pipe": 1}, loss_fn=lambda output, target: output[0].mean())
     with pytest.raises(ValueError, match=r"the model returns \(_, 3\) for .* and \(_, 2\) for .*: expected the same f"):
         pipe.eval_step(X, Y)
-
-
-def test_a_stage_that_returns_no_tensor() -> None:
-    class Both(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, object]:
-            return x, {3}
-
-    with pytest.raises(ValueError, match=r"Both returns a set \(\{3\}\) at the end of a stage: expected tensors"):
-        make(stages=[Both(), nn.Identity()])
 
 
 def test_a_number_between_stages_stays_what_it_was() -> None:

@@ -73,70 +73,51 @@ def _trained(options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
         return differences
 
 
-@pytest.mark.gloo
-def test_an_expert_group_trains_evaluates_and_predicts_as_one_process(gloo: Pool) -> None:
-    for differences in gloo.run(_trained, ranks=4, args=({"schedule": "1f1b"}, {"pipe": 2, "expert": 2})):
-        assert max(differences) < 1e-10
+def _as(kind: str, options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
+    return {"tensors": _over_tensors, "context": _over_context}.get(kind, _trained)(options, mesh)
 
 
-@pytest.mark.gloo
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("options", "mesh"),
-    [
-        ({"schedule": "interleaved", "num_chunks": 2}, {"pipe": 2, "expert": 2}),
-        (
-            {"schedule": "zb-h1", "recompute": "selective"},
-            {"pipe": 2, "expert": 2, "order": ("expert", "pipe", "data", "tensor")},
-        ),
-        ({"schedule": "1f1b", "recompute": "full"}, {"pipe": 2, "expert": 2}),
-        ({"schedule": "2bw"}, {"pipe": 2, "expert": 2}),
-        ({"schedule": "1f1b"}, {"pipe": 1, "expert": 2, "data": 2}),
-        ({"schedule": "2bw"}, {"pipe": 1, "expert": 2, "data": 2}),
-        ({"schedule": "1f1b"}, {"pipe": 1, "expert": 2, "data": 2, "data_parallel": "zero1"}),
-        ({"schedule": "2bw"}, {"pipe": 1, "expert": 2, "data": 2, "data_parallel": "zero1"}),
-        ({"schedule": "1f1b"}, {"pipe": 1, "expert": 2, "data": 2, "data_parallel": "fsdp"}),
-        ({"schedule": "zb-h1"}, {"pipe": 2, "expert": 2, "data_parallel": "fsdp"}),
-        ({"schedule": "gpipe"}, {"pipe": 1, "expert": 4}),
-    ],
-    ids=lambda each: "-".join(map(str, each.values())),
-)
-def test_with_schedules_and_data_replicas(gloo: Pool, options: dict[str, Any], mesh: dict[str, Any]) -> None:
-    for differences in gloo.run(_trained, ranks=4, args=(options, mesh)):
-        assert max(differences) < 1e-10
+ORDER = ("expert", "pipe", "data", "tensor")
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes, options, axes of the mesh
+    "pipe": (4, {"schedule": "1f1b"}, {"pipe": 2, "expert": 2}),
+    "chunks": (4, {"schedule": "interleaved", "num_chunks": 2}, {"pipe": 2, "expert": 2}),
+    "split": (4, {"schedule": "zb-h1", "recompute": "selective"}, {"pipe": 2, "expert": 2, "order": ORDER}),
+    "recomputed": (4, {"schedule": "1f1b", "recompute": "full"}, {"pipe": 2, "expert": 2}),
+    "stream": (4, {"schedule": "2bw"}, {"pipe": 2, "expert": 2}),
+    "replicas": (4, {"schedule": "1f1b"}, {"pipe": 1, "expert": 2, "data": 2}),
+    "replicas of a stream": (4, {"schedule": "2bw"}, {"pipe": 1, "expert": 2, "data": 2}),
+    "zero1": (4, {"schedule": "1f1b"}, {"pipe": 1, "expert": 2, "data": 2, "data_parallel": "zero1"}),
+    "zero1 of a stream": (4, {"schedule": "2bw"}, {"pipe": 1, "expert": 2, "data": 2, "data_parallel": "zero1"}),
+    "fsdp": (4, {"schedule": "1f1b"}, {"pipe": 1, "expert": 2, "data": 2, "data_parallel": "fsdp"}),
+    "fsdp, split": (4, {"schedule": "zb-h1"}, {"pipe": 2, "expert": 2, "data_parallel": "fsdp"}),
+    "four members": (4, {"schedule": "gpipe"}, {"pipe": 1, "expert": 4}),
+    "context of a stream": (4, {"schedule": "2bw"}, {}),
+    "context, fsdp": (
+        4,
+        {"schedule": "zb-h1", "recompute": "full"},
+        {"data_parallel": "fsdp", "order": ("expert", "pipe", "data", "context", "tensor")},
+    ),
+    # A tensor group divides dense layers, and each of its members computes the same rows in experts of its own.
+    "tensors": (8, {"schedule": "1f1b"}, {"pipe": 2}),
+    "tensors of a stream": (
+        4,
+        {"schedule": "2bw"},
+        {"pipe": 1, "order": ("pipe", "tensor", "data", "expert", "context")},
+    ),
+    "tensors, zero1": (
+        8,
+        {"schedule": "1f1b", "recompute": "full"},
+        {"pipe": 1, "data": 2, "data_parallel": "zero1"},
+    ),
+}
 
 
-@pytest.mark.gloo
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("options", "mesh"),
-    [
-        ({"schedule": "2bw"}, {}),
-        (
-            {"schedule": "zb-h1", "recompute": "full"},
-            {"data_parallel": "fsdp", "order": ("expert", "pipe", "data", "context", "tensor")},
-        ),
-    ],
-)
-def test_with_context_groups(gloo: Pool, options: dict[str, Any], mesh: dict[str, Any]) -> None:
-    for differences in gloo.run(_over_context, ranks=4, args=(options, mesh)):
-        assert max(differences) < 1e-10
-
-
-@pytest.mark.gloo
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("options", "mesh"),
-    [
-        ({"schedule": "1f1b"}, {"pipe": 2}),
-        ({"schedule": "2bw"}, {"pipe": 1, "order": ("pipe", "tensor", "data", "expert", "context")}),
-        ({"schedule": "1f1b", "recompute": "full"}, {"pipe": 1, "data": 2, "data_parallel": "zero1"}),
-    ],
-)
-def test_with_tensor_groups(gloo: Pool, options: dict[str, Any], mesh: dict[str, Any]) -> None:
-    """A tensor group divides dense layers, and each of its members computes the same rows in experts of its own."""
-    ranks = 4 * mesh["pipe"] * mesh.get("data", 1)
-    for differences in gloo.run(_over_tensors, ranks=ranks, args=(options, mesh)):
+@pytest.mark.thorough(but=["pipe"])
+@pytest.mark.parametrize("name", CASES)
+def test_an_expert_group_trains_evaluates_and_predicts_as_one_process(gloo: Pool, name: str) -> None:
+    ranks, options, mesh = CASES[name]
+    kind = name.replace(",", "").split()[0]
+    for differences in gloo.run(_as, ranks=ranks, args=(kind, options, mesh)):
         assert max(differences) < 1e-10
 
 
@@ -147,7 +128,6 @@ def _dropping_over_context() -> None:
         pipe.train_step(*batch(pipe.replica[0], 0, length=8))
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_capacity_of_a_whole_sequence_is_refused_over_its_parts(gloo: Pool) -> None:
     gloo.run(_dropping_over_context, ranks=4)
@@ -189,7 +169,6 @@ def _second(folder: str, mesh: dict[str, int], samples: list[int]) -> float:
         )
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_a_checkpoint_loads_under_other_sizes_and_members_may_pass_other_numbers(gloo: Pool, tmp_path: Path) -> None:
     folder, samples = str(tmp_path / "saved"), [4, 2]
@@ -235,7 +214,6 @@ def _auxiliary(schedule: str) -> float:
     return max(abs(found - loss.item()), *differences)
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_auxiliary_losses_are_of_each_members_microbatch(gloo: Pool) -> None:
     assert max(gloo.run(_auxiliary, ranks=4, args=("zb-h1",))) < 1e-10
@@ -256,7 +234,6 @@ def _counted() -> list[Any]:
     return [[(str(action), *rows) for action, rows in trace.rows] for trace in timeline.ranks]
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_timelines_know_the_rows_of_each_members_experts(gloo: Pool) -> None:
     """Two layers, whose first member gets two choices of two samples of five tokens of both, again in the backward."""
@@ -324,7 +301,6 @@ def _uneven(kind: str) -> float:
     return worst
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["checkpointed", "recomputed", "frozen", "batched"])
 def test_members_without_rows_or_gradients_take_part(gloo: Pool, kind: str) -> None:
@@ -366,7 +342,6 @@ def _of_two_types() -> tuple[float, bool]:
     return float((found - expected).detach().abs().max()), module.experts[0].up.weight.grad is not None
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_rows_travel_in_one_type_whichever_members_have_some(gloo: Pool) -> None:
     """A member without rows sent float32 for bfloat16, which ended the process within gloo."""
@@ -394,7 +369,6 @@ def _with_dropout(mesh: Mesh) -> list[float]:
     return [max(float((x - y).abs().max()) for x, y in zip(first, each, strict=True)) for each in others]
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_dropout_in_experts_is_the_same_where_it_is_computed_again(gloo: Pool, tensor: int) -> None:
@@ -422,7 +396,6 @@ def _broken() -> str:
     return str(caught.value)
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_an_expert_that_fails_ends_the_step_of_all_members_with_its_cause(gloo: Pool) -> None:
     first, second = gloo.run(_broken, ranks=2)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import interleaved
 from support.parts import Parts
 from support.records import records
 from support.sizes import fitting
@@ -21,7 +20,7 @@ from support.small import WIDTH, sgd
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
-from stagewright.schedules import FAMILIES, Schedule, build
+from stagewright.schedules import FAMILIES, build
 
 RANKS, BATCHES = 4, 2
 D = 3
@@ -116,14 +115,6 @@ def assert_trains(model: nn.Module, *, loss: Any = F.mse_loss, stages: bool = Fa
 # --- torch.distributed.pipelining ---
 
 
-def test_a_rank_with_three_stages_and_one_with_two() -> None:
-    """Placement [0, 1, 4], [2, 3], as in torch's ScheduleUnbalanced."""
-    rows = "0F0,0F1,1F0,1F1,4F0,4F1,4B0,4B1,1B0,1B1,0B0,0B1\n2F0,3F0,2F1,3F1,3B0,3B1,2B0,2B1\n"
-    schedule = Schedule.from_csv(rows, name="unbalanced")
-    assert schedule.placement == ((0, 1, 4), (2, 3))
-    assert_trains(nn.Sequential(*[linear() for _ in range(5)]), schedule=schedule)
-
-
 # --- Megatron-LM ---
 
 
@@ -152,10 +143,3 @@ def test_stages_without_layers(layout: str, schedule: str, num_ranks: int) -> No
     stages = nn.Sequential(*make_stages())
     options = {"schedule": schedule, "mesh": {"pipe": num_ranks}, "num_microbatches": 4}
     assert_trains(stages, loss=make_loss(), stages=True, **options)
-
-
-@pytest.mark.thorough(but=["(3, 2, 2)"])
-@pytest.mark.parametrize("groups", [(3, 2, 2), (4, 3), (7,), (5, 2)], ids=str)
-def test_groups_of_microbatches_of_other_sizes_than_the_ranks(groups: tuple[int, ...]) -> None:
-    schedule = interleaved(num_ranks=2, num_microbatches=7, groups=groups)
-    assert_trains(nn.Sequential(*[linear() for _ in range(4)]), schedule=schedule)

@@ -66,23 +66,16 @@ def check_losses(folder: Path, mesh: tuple[str, int, int], steps: int, survivors
 
 @pytest.mark.gloo
 @pytest.mark.nightly
-def test_what_a_failed_try_has_changed_is_taken_back(tmp_path: Path) -> None:
-    """Buffers count each microbatch once; a step whose gradients are whole is not run again."""
-    result = start(tmp_path, ("1f1b", 2, 2), 5, strikes="3:1:B,0:3:ready")
+@pytest.mark.parametrize("environment", [{}, {"STAGED": "1"}], ids=["direct", "staged"])
+def test_what_a_failed_try_has_changed_is_taken_back(tmp_path: Path, environment: dict[str, str]) -> None:
+    """Buffers count each microbatch once; a step whose gradients are whole is not run again. Staged as on CUDA devices
+    over gloo."""
+    result = start(tmp_path, ("1f1b", 2, 2), 5, strikes="3:1:B,0:3:ready", **environment)
     assert result.status == 0, result.report
     check_losses(tmp_path, ("1f1b", 2, 2), 5, {1, 2})
     seen = {rank: [line[4] for line in written if line[0] != "threads"] for rank, written in lines(tmp_path).items()}
     assert seen[2] == [4, 12, 20, 28, 36]  # of 8 microbatches a step half, and all once rank 3 is dead
     assert seen[1] == [4, 8, 12, 16, 24]  # step 3 stood when rank 0 died: nobody has done it again
-
-
-@pytest.mark.gloo
-@pytest.mark.nightly
-def test_it_goes_on_over_the_hosts_memory(tmp_path: Path) -> None:
-    """As on CUDA devices over gloo."""
-    result = start(tmp_path, ("1f1b", 2, 2), 4, strikes="3:1:B,0:3:ready", STAGED="1")
-    assert result.status == 0, result.report
-    check_losses(tmp_path, ("1f1b", 2, 2), 4, {1, 2})
 
 
 @pytest.mark.gloo
@@ -216,11 +209,6 @@ def module(*layers: nn.Module, **options: Any) -> sw.PipelineModule:
 def test_what_cannot_go_on_is_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=re.escape(told)):
         module(**options)
-
-
-def test_in_one_process_it_is_as_ever() -> None:
-    x = torch.randn(16, 2)
-    assert module().train_step(x, x).loss is not None
 
 
 def test_a_launcher_that_ends_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from stagewright.pipe import PipelineModule
 
 OPTIONS: dict[str, Any] = {"schedule": "gpipe", "num_microbatches": 4, "loss_fn": F.mse_loss, "mesh": {"pipe": 2}}
-Put, Take = Callable[[Tensor], None], Callable[[], Tensor]
 
 
 class Puts(Parts, layer=linear, put=GIVEN, made=GIVEN):
@@ -114,30 +113,36 @@ def agree(found: Alone, make: Callable[[], list[nn.Module]]) -> None:
     near([found.losses, found.state], [wanted.losses, wanted.state], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.thorough(but=["attribute"])
-@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
-def test_even_stages_do_not_part_them(make: Callable[[], list[nn.Module]]) -> None:
-    agree(pipelined(make, mesh={"pipe": 3}), make)
-
-
 def test_a_whole_stage_runs_again() -> None:
     agree(pipelined(attribute, mesh={"pipe": 2}, recompute="full"), attribute)
 
 
-@pytest.mark.parametrize("recompute", ["layer", "selective", {"1": "full"}], ids=str)
-def test_units_that_would_run_again_one_by_one_are_refused(recompute: Any) -> None:
-    message = r"'3' takes a tensor of shape \(2, 6\) that '1' passes outside.*recompute='full'"
-    with pytest.raises(ValueError, match=message):
-        pipelined(attribute, mesh={"pipe": 2}, recompute=recompute)
-
-
 @pytest.mark.thorough(but=["attribute"])
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
-def test_a_split_between_them_is_refused(make: Callable[[], list[nn.Module]]) -> None:
+def test_even_stages_do_not_part_them_and_a_split_between_them_is_refused(
+    make: Callable[[], list[nn.Module]],
+) -> None:
+    agree(pipelined(make, mesh={"pipe": 3}), make)
     message = r"no stage may end between them: '3' takes a tensor .* that '1' passes outside"
     with pytest.raises(ValueError, match=message):
         pipelined(make, mesh={"pipe": 2}, cut=["3"])
     agree(pipelined(make, mesh={"pipe": 2}, cut=["1"]), make)
+
+
+ALONE = r"'3' takes a tensor of shape \(2, 6\) that '1' passes outside.*recompute='full'"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"recompute": how}, ALONE) for how in ("layer", "selective", {"1": "full"})),
+        ({"mesh": {"pipe": 5}}, r"expected 1 to 4, since some units stay together: .* passes outside its arguments"),
+    ],
+    ids=str,
+)
+def test_units_are_not_parted_by_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pipelined(attribute, **({"mesh": {"pipe": 2}} | options))
 
 
 class Own(Parts, units=lambda: nn.ModuleList(attribute())):
@@ -158,12 +163,6 @@ def test_units_of_a_recorded_model(recompute: Any) -> None:
         PipelineModule(model, recompute=recompute, **OPTIONS).forward_backward(x, y)
     pipe = PipelineModule(model, recompute="full", **OPTIONS)
     assert pipe.forward_backward(x, y).loss == pytest.approx(expected, rel=1e-12)
-
-
-def test_more_stages_than_that_leaves_are_refused() -> None:
-    message = r"expected 1 to 4, since some units stay together: .* passes outside its arguments"
-    with pytest.raises(ValueError, match=message):
-        pipelined(attribute, mesh={"pipe": 5})
 
 
 def test_given_stages() -> None:

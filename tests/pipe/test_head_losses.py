@@ -87,7 +87,6 @@ def test_only_a_number_of_a_loss_is_sent() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_losses_of_two_stages_over_gloo(gloo: Pool, schedule: str) -> None:
     ranks = 2 if schedule == "interleaved" else 4
@@ -227,7 +226,6 @@ DIVIDED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough(but=["last stage"])
 @pytest.mark.parametrize("case", DIVIDED)
 def test_a_divided_vocabulary_has_the_same_loss(gloo: Pool, case: str) -> None:

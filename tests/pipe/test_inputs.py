@@ -84,21 +84,6 @@ def test_a_batch_gives_the_numbers_of_one_process(
     assert (result.output.extra["text"], result.output.extra["none"]) == ("kept", None)
 
 
-@pytest.mark.thorough
-def test_what_was_built_by_position_takes_keywords_and_the_other_way_round() -> None:
-    model, twin = with_twin(Tagger)
-    pipe = pipeline(model, example_inputs={"mask": MASK, "tokens": TOKENS})
-    calls: list[tuple[tuple[Tensor, ...], dict[str, Tensor]]] = [
-        ((TOKENS, MASK, TARGET), {}),
-        ((), {"tokens": TOKENS, "mask": MASK, "target": TARGET}),
-        ((TOKENS, TARGET), {"mask": MASK}),
-    ]
-    for args, kwargs in calls:
-        near(pipe.forward_backward(*args, **kwargs).loss, loss_of(twin(TOKENS, MASK), TARGET).item())
-    few = pipe.forward_backward(target=TARGET[:4], mask=MASK[:4], tokens=TOKENS[:4]).loss
-    near(few, loss_of(twin(TOKENS[:4], MASK[:4]), TARGET[:4]).item())
-
-
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "a wrong name": ((), {"token": TOKENS, "target": TARGET}, r"does not take 'token' .*'token' looks like 'tokens'"),
     "a dict with a wrong key": (
@@ -297,13 +282,6 @@ def test_a_model_that_takes_a_dict_gets_it_whole() -> None:
     pipe = pipeline(model, loss_fn=F.mse_loss)
     assert pipe.forward_backward(batch, batch["y"]).loss == pytest.approx(F.mse_loss(twin(batch), batch["y"]).item())
     assert torch.allclose(pipe.predict(batch), twin(batch))  # type: ignore[arg-type]
-
-
-def test_the_plain_module_of_verify_gets_the_same_keywords() -> None:
-    model, _ = with_twin(Tagger)
-    pipe = pipeline(model, verify=True, batch_dims={"positions": None})
-    pipe.forward_backward(TOKENS, TARGET, mask=MASK, positions=POSITIONS, scale=0.5)
-    assert pipe.verify(TOKENS, TARGET, mask=MASK, positions=POSITIONS, scale=0.5).num_gradients == 9
 
 
 class Views(Parts, a=lambda: nn.Linear(1, WIDTH), b=lambda: nn.Linear(WIDTH, 1)):

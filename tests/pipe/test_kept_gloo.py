@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from stagewright.comm import ProcessGroupTransport
 
 
-def open_and_close(count: int) -> list[tuple[int, int]]:
-    """(descriptors, threads) of this process after each of `count` modules, one after the other."""
+def open_and_close() -> list[tuple[int, int]]:
+    """(descriptors, threads) of this process after each of twelve modules, one after the other."""
     found, kept = [], []
-    for _ in range(count):
+    for _ in range(12):
         pipe = pipeline(schedule="2bw")
         step(pipe)()
         pipe.close()
@@ -42,13 +42,6 @@ def open_and_close(count: int) -> list[tuple[int, int]]:
 def grown(before: tuple[int, int], after: tuple[int, int]) -> list[int]:
     """How much there is more of each; less is garbage of a case before that was collected."""
     return [more - less for less, more in zip(before, after, strict=True) if more > less]
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc/self here")
-def test_modules_that_are_closed_leave_no_descriptors_and_no_threads(gloo: Pool) -> None:
-    for found in gloo.run(open_and_close, ranks=2, args=(12,)):
-        assert grown(found[2], found[-1]) == [], found
 
 
 def fail_and_close() -> list[tuple[int, int]]:
@@ -67,9 +60,10 @@ def fail_and_close() -> list[tuple[int, int]]:
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc/self here")
-def test_modules_that_failed_leave_none_either(gloo: Pool) -> None:
-    for found in gloo.run(fail_and_close, ranks=2):
-        assert grown(found[1], found[-1]) == [], found
+@pytest.mark.parametrize(("close", "settled"), [(open_and_close, 2), (fail_and_close, 1)])
+def test_modules_that_are_closed_leave_no_descriptors_and_no_threads(gloo: Pool, close: Any, settled: int) -> None:
+    for found in gloo.run(close, ranks=2):
+        assert grown(found[settled], found[-1]) == [], found
 
 
 def most_bytes_unconsumed(schedule: str, num_microbatches: int) -> int:

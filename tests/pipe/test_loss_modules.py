@@ -112,11 +112,6 @@ def test_verify_runs_a_loss_of_its_own(schedule: str) -> None:
     assert float(loss.seen) == 0
 
 
-def test_a_loss_without_tensors_has_no_names() -> None:
-    pipe = make(loss_fn=nn.MSELoss())
-    assert pipe.full_state_dict().keys() == layers().state_dict().keys()
-
-
 def test_a_loss_that_the_model_has_keeps_its_name() -> None:
     model = Net()
     model.loss_fn = ScaledLoss()

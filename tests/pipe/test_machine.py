@@ -44,12 +44,6 @@ def test_steps_come_in_order_and_an_action_waits_for_its_inputs() -> None:
     assert (machine.proven(), machine.proven()) == ([ACT], [])  # each is told once
 
 
-def test_what_arrived_early_is_not_waited_for() -> None:
-    machine = RankMachine(first_of_two())
-    machine.arrived([GRAD])
-    assert [machine.next() for _ in range(5)][-2:] == [B0, None]
-
-
 def test_the_end_waits_for_the_losses() -> None:
     machine = RankMachine(first_of_two(finally_needs=(LOSS,)))
     machine.arrived([GRAD])

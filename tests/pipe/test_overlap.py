@@ -142,16 +142,19 @@ def test_in_one_process_pairs_run_one_after_the_other(name: str) -> None:
         assert _differences((losses, pipe.full_state_dict()), expected) < 1e-10
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["dualpipe-v", "dualpipe", "interleaved"])
-def test_pairs_train_as_one_process(gloo: Pool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("dualpipe-v", {}), ("dualpipe", {}), ("interleaved", {}), ("dualpipe-v", {"recompute": "full"})],
+    ids=lambda value: str(value) if value else "",
+)
+def test_pairs_train_as_one_process(gloo: Pool, name: str, options: dict[str, Any]) -> None:
+    """One after the other where they do not overlap, as with recompute=."""
     expected = _plain("plain")
-    for found in gloo.run(_trained, ranks=4, args=(_schedule(name), "plain", {})):
+    for found in gloo.run(_trained, ranks=4, args=(_schedule(name), "plain", options)):
         assert _differences(found, expected) < 1e-10
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_random_numbers_are_those_of_the_same_order_without_pairs(gloo: Pool) -> None:
     schedule = _schedule("dualpipe-v")
@@ -161,16 +164,6 @@ def test_random_numbers_are_those_of_the_same_order_without_pairs(gloo: Pool) ->
         assert _differences(found, expected) == 0.0
 
 
-@pytest.mark.gloo
-@pytest.mark.thorough
-@pytest.mark.parametrize("options", [{"recompute": "full"}], ids=str)
-def test_where_they_do_not_overlap_pairs_run_one_after_the_other(gloo: Pool, options: dict[str, Any]) -> None:
-    expected = _plain("plain")
-    for found in gloo.run(_trained, ranks=4, args=(_schedule("dualpipe-v"), "plain", options)):
-        assert _differences(found, expected) < 1e-10
-
-
-@pytest.mark.gloo
 def test_one_exchanges_while_the_other_computes_and_the_timeline_shows_it(gloo: Pool) -> None:
     schedule = _schedule("dualpipe-v")
     timelines = [found[2] for found in gloo.run(_trained, ranks=4, args=(schedule, "each", {}))]
@@ -203,7 +196,6 @@ def _fails(at: str) -> str:
     return "nothing"
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.parametrize("at", ["forward fails", "backward fails"])
 def test_an_error_in_a_pair_is_raised_everywhere(gloo: Pool, at: str) -> None:

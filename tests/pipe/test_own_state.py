@@ -194,7 +194,6 @@ def _saved(folder: Path, mesh: dict[str, int]) -> list[float]:
         return [*found, _worst(pipe.full_state_dict(), expected)]
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [{"pipe": 2}, {"pipe": 1, "data": 2}], ids=str)
 def test_state_has_the_types_and_shapes_after_the_forward(gloo: Pool, tmp_path: Path, mesh: dict[str, int]) -> None:
@@ -208,7 +207,6 @@ def _divided(kind: str) -> None:
         pipe.train_step(*_batch(1))
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["zero1", "fsdp"])
 def test_replicas_that_divide_the_weight_name_it(gloo: Pool, kind: str) -> None:
@@ -226,7 +224,6 @@ def _on_one_of_two() -> None:
             pipe.full_state_dict()
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_processes_that_differ_are_named(gloo: Pool) -> None:
     gloo.run(_on_one_of_two, ranks=2)

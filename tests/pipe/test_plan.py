@@ -210,7 +210,10 @@ BAD = {
     ),
     "recompute beside it": ({"plan": GOOD, "recompute": "full"}, r"recompute= together with a plan"),
     "no file": ({"plan": "nowhere.json"}, r"nowhere\.json"),
-    "no plan": ({"plan": 3}, r"schedule=3: expected a name, a Schedule"),
+    "the order of a graph": (
+        {"model": made("towers"), "plan": plan_of(stage("left.0 right.2", 0), stage("left.2 right.0 head", 1))},
+        r"needs 'right.0' of the later stage 1",
+    ),
 }
 
 
@@ -232,15 +235,3 @@ def _for_another_number_of_ranks() -> str:
 def test_a_plan_for_another_number_of_ranks(gloo: Pool) -> None:
     for answer in gloo.run(_for_another_number_of_ranks, ranks=3):
         assert answer.startswith("the plan is for 2 ranks and the process group has 3: expected a plan for 3")
-
-
-def test_the_plan_of_a_graph_goes_with_the_graph() -> None:
-    plan = plan_of(stage("left.0 right.2", 0), stage("left.2 right.0 head", 1))
-    with pytest.raises(ValueError, match=r"needs 'right.0' of the later stage 1"):
-        PipelineModule(made("towers"), schedule=plan, loss_fn=F.mse_loss, example_inputs=(X,))
-
-
-def test_idle_ranks_need_a_flush() -> None:
-    plan = plan_of(stage("0 1", 0), stage("2 3", 2), schedule="2bw", num_microbatches=4)
-    with pytest.raises(ValueError, match="leaves rank 1 idle under the asynchronous schedule '2bw': expected a plan"):
-        PipelineModule(made(), schedule=plan, loss_fn=F.mse_loss, optimizer=torch.optim.SGD, example_inputs=(X,))

@@ -117,19 +117,6 @@ def test_what_begins_sums_is_around_the_step_and_nothing_around_an_action() -> N
     assert [seconds for _, seconds in only] == [1.25, 1.0, 2.0, 2.25, 1.0]
 
 
-def test_a_process_of_several_ranks_and_one_backward_in_two_parts_say_nothing_of_it() -> None:
-    turns = RankRecorder(HostClock(), takes_turns=True)
-    _step(turns, 0.0)
-    assert turns.median_overheads() == {}
-    fused = RankRecorder(HostClock())
-    fused.begin()
-    fused.runs_as_one([Action(0, Op.I, 0)])
-    fused.action(Action(0, Op.I, 0), 0.0, 1.0)
-    fused.action(Action(0, Op.W, 0), 1.0, 1.0)
-    fused.action(Action(0, Op.F, 1), 1.5, 2.0)
-    assert fused.median_overheads() == {0: 0.5}
-
-
 def test_steps_have_each_action_with_what_came_behind_it() -> None:
     recorder = RankRecorder(HostClock())
     _step(recorder, 0.0)
@@ -163,12 +150,14 @@ def test_a_backward_that_ran_as_one_is_halved_in_steps() -> None:
     recorder.action(Action(0, Op.W, 0), 1.0, 1.0)
     recorder.action(Action(0, Op.F, 1), 1.5, 2.0)
     assert recorder.steps() == [(ran("0I0", 0.75), ran("0W0", 0.75), ran("0F1", 1.0))]
+    assert recorder.median_overheads() == {0: 0.5}
 
 
 def test_ranks_that_take_turns_have_nothing_between_actions() -> None:
     recorder = RankRecorder(HostClock(), takes_turns=True)
     _step(recorder, 0.0)
     assert recorder.steps() == [(ran("0F0", 1.0), ran("2F1", 1.0), ran("0B0", 2.25))]
+    assert recorder.median_overheads() == {}
 
 
 def test_what_evaluates_does_not_count() -> None:
@@ -232,12 +221,8 @@ def test_the_slower_replica_ends_the_step() -> None:
     assert [trace.busy for trace in timeline.ranks] == [2 * 3.0 + 4 * 0.25, 2 * 8.0 + 4 * 0.25]
 
 
-def test_equal_replicas_have_one_number() -> None:
-    costs = made(measured(1.0, 2.0), measured(1.0, 2.0), replicas=(2,))
-    assert (costs.forward, costs.backward) == ((1.0,), (2.0,))
-
-
-def test_a_replica_that_showed_nothing_takes_what_the_others_do() -> None:
+def test_equal_replicas_have_one_number_and_one_that_showed_nothing_takes_what_the_others_do() -> None:
+    assert made(measured(1.0, 2.0), measured(1.0, 2.0), replicas=(2,)).forward == (1.0,)
     costs = made(measured(1.0, 2.0), {}, measured(2.0, 4.0), replicas=(3,))
     assert costs.forward == ((1.0, 1.5, 2.0, 1.0),)
 

@@ -146,14 +146,6 @@ def test_evaluation_verification_and_a_dict_of_a_loader() -> None:
     pipe.close()
 
 
-@pytest.mark.thorough(
-    but=[
-        "call1-expected a list of microbatches",
-        "call2-a batch of 3 microbatches for a schedule of 4: expected 4 in every batch, or",
-        "call3-microbatches= together with target: expected it alone",
-        "call4-microbatch 3 is int: expected a tuple of what train_step takes",
-    ]
-)
 @pytest.mark.parametrize(
     ("call", "message"),
     [

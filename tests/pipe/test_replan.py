@@ -145,11 +145,6 @@ def test_a_microbatch_that_no_device_has_room_for_and_the_batch_behind_it() -> N
         pipe.close()
 
 
-def test_another_word() -> None:
-    with pytest.raises(ValueError, match=r"replan='step': expected \"batch\", a schedule for each batch; or None"):
-        make(replan="step")
-
-
 def test_batches_that_do_not_go_together() -> None:
     with measured():
         pipe = make()

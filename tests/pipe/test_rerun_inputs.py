@@ -6,6 +6,7 @@ float64, and equal to the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,28 +105,28 @@ def linear_and_relu() -> nn.Module:
     return nn.Sequential(nn.Linear(D, D), nn.ReLU(inplace=True), nn.Linear(D, D), nn.ReLU(inplace=True))
 
 
+def encoders() -> nn.Module:
+    """Attention that looks whether query, key and value are one tensor."""
+    layer = partial(nn.TransformerEncoderLayer, D, 2, 2 * D, dropout=0.0, batch_first=True)
+    return nn.Sequential(*[layer() for _ in range(4)])
+
+
+KEPT: dict[str, tuple[Callable[[], Any], Any, str]] = {
+    "recurrent": (lambda: nn.Sequential(Recurrent(), Recurrent()), "selective", "1f1b"),
+    "behind": (lambda: nn.Sequential(Behind(), Behind()), {"*.inner": "selective"}, "1f1b"),
+    "behind, split": (lambda: nn.Sequential(Behind(), Behind()), {"*.inner": "selective"}, "zb-h1"),
+    "later": (lambda: nn.Sequential(Later(), Later()), "selective", "1f1b"),
+    "remembers": (lambda: nn.Sequential(Remembers(), Remembers()), "selective", "1f1b"),
+    "one after the other, split": (linear_and_relu, "selective", "zb-h1"),
+    "in a unit, split": (lambda: nn.Sequential(linear_and_relu(), linear_and_relu()), "selective", "zb-h1"),
+    "attention to itself, selective": (encoders, "selective", "interleaved"),
+    "attention to itself, module": (encoders, {"*.self_attn": "full"}, "interleaved"),
+    "attention to itself, selective module": (encoders, {"*.self_attn": "selective"}, "zb-h1"),
+}
+
+
 @pytest.mark.thorough(but=["behind", "later"])
-@pytest.mark.parametrize(
-    ("make", "recompute", "schedule"),
-    [
-        (lambda: nn.Sequential(Recurrent(), Recurrent()), "selective", "1f1b"),
-        (lambda: nn.Sequential(Behind(), Behind()), {"*.inner": "selective"}, "1f1b"),
-        (lambda: nn.Sequential(Behind(), Behind()), {"*.inner": "selective"}, "zb-h1"),
-        (lambda: nn.Sequential(Later(), Later()), "selective", "1f1b"),
-        (lambda: nn.Sequential(Remembers(), Remembers()), "selective", "1f1b"),
-        (linear_and_relu, "selective", "zb-h1"),
-        (lambda: nn.Sequential(linear_and_relu(), linear_and_relu()), "selective", "zb-h1"),
-    ],
-    ids=[
-        "recurrent",
-        "behind",
-        "behind, split",
-        "later",
-        "remembers",
-        "one after the other, split",
-        "in a unit, split",
-    ],
-)
+@pytest.mark.parametrize(("make", "recompute", "schedule"), KEPT.values(), ids=KEPT)
 def test_kept_results_equal_one_process(make: Callable[[], Any], recompute: Any, schedule: str) -> None:
     equals_one_process(make, recompute, schedule=schedule, atol=1e-14)
 
@@ -203,17 +204,6 @@ class Calls(Parts, call=GIVEN, linear=lambda: nn.Linear(D, D), inner=Changes):
 @pytest.mark.parametrize(("call", "rule"), one_in(2, CALLS, ["full", "selective"]))
 def test_inputs_that_share_memory(call: Callable[[Any, Tensor], Tensor], rule: str) -> None:
     equals_one_process(lambda: nn.Sequential(Calls(call), Calls(call)), {"*.inner": rule})
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("schedule", "recompute"),
-    one_in(2, ("interleaved", "zb-h1"), ["layer", "selective", {"*.self_attn": "full"}, {"*.self_attn": "selective"}]),
-)
-def test_attention_to_itself(schedule: str, recompute: Any) -> None:
-    """It looks whether query, key and value are one tensor."""
-    layer = lambda: nn.TransformerEncoderLayer(D, 2, 2 * D, dropout=0.0, batch_first=True)  # noqa: E731
-    equals_one_process(lambda: nn.Sequential(*[layer() for _ in range(4)]), recompute, schedule=schedule, atol=1e-15)
 
 
 class Drops(Parts, linear=lambda: nn.Linear(D, D)):

@@ -77,6 +77,8 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     ),
     "unknown word of a stage": (["full", "blocks"], r"recompute='blocks': expected one of 'none', 'full', 'layer'"),
     "no count": ("layer:0", r"'layer:0': expected one of 'none', .* or a count such as 'layer:3' or 'selective:3'"),
+    "several kinds at once": ("layer:1+keep_less", r"recompute='layer:1\+keep_less': expected one of 'none'"),
+    "what plans alone decide": ("offload", r"recompute='offload': expected one of 'none'"),
     "more than there are": ("layer:2", r"of stage 0 .* 1 units that can run again: expected at most 'layer:1'"),
     "a number": (2, r"recompute=2: expected one of 'none'"),
     "one stage of two": (["layer"], r"recompute= has 1 entries for 2 stages"),

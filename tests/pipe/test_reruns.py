@@ -27,9 +27,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from stagewright.pipe import PipelineModule
 
-again = pytest.mark.parametrize("recompute", ["layer", "selective"])
-
-
 # --- models ---
 
 
@@ -192,22 +189,12 @@ def drawing() -> nn.Module:
     return nn.Sequential(*[nn.Sequential(*[Draws() for _ in range(3)]) for _ in range(4)])
 
 
-with_draws = pytest.mark.parametrize(
-    "recompute", ["layer", {"*": "selective", "*.1": "full"}, {"*.[12]": "full"}], ids=str
-)
-
-
 @pytest.mark.thorough(but=["{'*.[12]': 'full'}"])
-@with_draws
+@pytest.mark.parametrize("recompute", ["layer", {"*": "selective", "*.1": "full"}, {"*.[12]": "full"}], ids=str)
 def test_random_numbers_of_python_and_numpy(recompute: Any) -> None:
     """In the midst of a unit."""
     one, other = (trained(each, make=drawing) for each in ("none", recompute))
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def test_verify_compares_with_the_plain_model() -> None:
-    model = made(CHAINS["buffers"])
-    pipeline(model, {"*": "selective"}, verify=True).forward_backward(X, Y)
 
 
 # --- memory ---
@@ -296,7 +283,7 @@ class Cached(Parts, first=lambda: nn.Linear(D, D), layers=lambda: nn.ModuleList(
 
 
 @pytest.mark.thorough
-@again
+@pytest.mark.parametrize("recompute", ["layer", "selective"])
 def test_an_object_that_modules_change(recompute: str) -> None:
     """As the caches of `transformers`, which a second run would fill once more."""
     equals_one_process(lambda: [Cached(), nn.Linear(D, D)], {"0.layers.*": "full"})

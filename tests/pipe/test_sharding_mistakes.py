@@ -176,15 +176,6 @@ def test_plans_count_the_bytes_that_are_sent(gloo: Pool) -> None:
         assert found == [pytest.approx(parts.seconds(weights) * bandwidth)] * 2
 
 
-class Joined(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        for gradient in gradients:
-            gradient.div_(norm)
-        super().step()
-
-
 def _by_hand(average: nn.Module, model: nn.Module) -> None:
     for mean, now in zip(average.parameters(), model.parameters(), strict=True):
         mean.data.mul_(0.9).add_(now.data, alpha=0.1)
@@ -199,7 +190,7 @@ USES: dict[str, Callable[[nn.Module, nn.Module], object]] = {
     "forward": lambda model, _: model(small.X),
     "by hand": lambda model, before: _by_hand(before, model),
     "AveragedModel": lambda model, before: AveragedModel(before).update_parameters(model),
-    "own optimizer": lambda model, _: Joined(model.parameters(), lr=0.1).step(),
+    "own optimizer": lambda model, _: Together(model.parameters(), lr=0.1).step(),
 }
 
 
@@ -248,7 +239,7 @@ def test_each_use_answers_by_name(gloo: Pool) -> None:
     for rank, (told, state) in enumerate(gloo.run(uses, ranks=2)):
         assert list(told) == [*USES, "norm by hand"]
         said = told.pop("own optimizer")
-        assert said.startswith("the step of optimizer Joined computes something over several parameters")
+        assert said.startswith("the step of optimizer Together computes something over several parameters")
         for name, text in told.items():
             assert f"is held by rank {1 - rank}, and this process has no values of it" in text, (name, text)
         for name, value in state.items():

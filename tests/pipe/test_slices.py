@@ -124,7 +124,6 @@ def trained_after_a_bad_batch() -> tuple[str, float | None]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_first_batch_that_has_no_slices_ends_no_run(gloo: Pool) -> None:
     """It ended it, so that the next batch was a PipelineError."""
     for said, loss in gloo.run(trained_after_a_bad_batch, ranks=2):

@@ -55,13 +55,6 @@ def test_2bw_trains_the_same_whatever_drains_it(look: Callable[[PipelineModule],
     assert equal(plain, watched)
 
 
-def test_flush_under_a_flush_schedule_has_nothing_to_say() -> None:
-    pipe = make()
-    pipe.train_step(X, Y)
-    assert pipe.flush() == []
-    assert make(example_inputs=None).flush() == []
-
-
 def test_a_measured_timeline_spans_a_few_batches() -> None:
     pipe = stream()
     result: StepResult | None = None

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from support.alone import near, train_alone, train_piped
 from support.parts import GIVEN, Parts
-from support.pool import Pool
 from support.small import sgd
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -27,7 +26,6 @@ from stagewright.pipe import PipelineModule
 SCALE = 1.0
 VARIABLE = ContextVar("scale", default=1.0)
 LOCAL = threading.local()
-STACK = [1.0]
 TABLE = {"scale": 1.0}
 
 
@@ -149,13 +147,6 @@ def entry(i: int) -> Iterator[None]:
 
 
 @contextmanager
-def pushed(i: int) -> Iterator[None]:
-    STACK.append(2.0 + i)
-    yield
-    STACK.pop()
-
-
-@contextmanager
 def deterministic(i: int) -> Iterator[None]:
     torch.use_deterministic_algorithms(i == 2)
     yield
@@ -183,7 +174,6 @@ AROUND: dict[str, tuple[Callable[[int], AbstractContextManager[Any]], Callable[[
     "attribute of an object": (lambda i: attribute(SETTINGS, i), lambda x: SETTINGS.scale),
     "attribute of a class": (lambda i: attribute(Settings, i), lambda x: Settings.scale),
     "entry of a dict": (entry, lambda x: TABLE["scale"]),
-    "stack": (pushed, lambda x: STACK[-1]),
     "attention": (
         lambda i: sdpa_kernel(SDPBackend.MATH),
         lambda x: 1.0 if torch.backends.cuda.flash_sdp_enabled() else 2.0,
@@ -194,21 +184,6 @@ AROUND: dict[str, tuple[Callable[[int], AbstractContextManager[Any]], Callable[[
 }
 
 
-@pytest.mark.thorough(
-    but=[
-        "attribute of a class",
-        "entry of a dict",
-        "list that is filled",
-        "context variable",
-        "mode of torch",
-        "stack",
-        "attribute of an object",
-        "attention",
-        "default type",
-        "deterministic",
-        "thread-local",
-    ]
-)
 @pytest.mark.parametrize("around", AROUND)
 def test_what_is_set_around_a_layer_holds_when_a_stage_runs_it(around: str) -> None:
     """It used to hold while the model was recorded alone."""
@@ -409,8 +384,7 @@ def train_with_cache(cache: str) -> list[str]:
     remembered.cache_clear()
     Tables.by_length.clear()
     Tables.longest = None
-    is_alone = not torch.distributed.is_initialized()
-    trains_as_plain(CACHES[cache](), (3, 3, 5, 3), **({} if is_alone else {"mesh": {"pipe": 2}}))
+    trains_as_plain(CACHES[cache](), (3, 3, 5, 3))
     held = [remembered(3), remembered(5), *Tables.by_length.values(), Tables.longest]
     return [type(each).__name__ for each in held]
 
@@ -419,17 +393,3 @@ def train_with_cache(cache: str) -> list[str]:
 def test_a_cache_holds_nothing_fake(cache: str) -> None:
     """A bug: what a recording left there broke the first step, or the plain model afterwards."""
     assert "FakeTensor" not in train_with_cache(cache)
-
-
-def over_processes() -> list[list[str]]:
-    for name in ("context variable", "global", "stack"):
-        manager, scale = AROUND[name]
-        trains_as_plain(made(within(manager), scale), verify=False)
-    return [train_with_cache(cache) for cache in CACHES]
-
-
-@pytest.mark.thorough
-def test_both_hold_over_processes(gloo: Pool) -> None:
-    """The first of these processes alone runs the plain model that is compared."""
-    for found in gloo.run(over_processes, ranks=2):
-        assert not any("FakeTensor" in held for held in found)

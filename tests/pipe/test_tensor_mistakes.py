@@ -187,7 +187,6 @@ def _masks(part: str, reentrant: bool) -> list[int]:
     return [sum(torch.equal(one, other) for other in masks) for one in masks]
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.parametrize(("part", "reentrant"), [("all", False), ("all", True), ("last", False)])
 def test_a_checkpoint_draws_the_same_masks(gloo: Pool, part: str, reentrant: bool) -> None:

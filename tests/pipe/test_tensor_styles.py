@@ -454,7 +454,6 @@ def predicted() -> float:
     return far(found, plain(x).detach()) if isinstance(found, Tensor) else torch.inf
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_predictions_of_divided_samples_are_joined(gloo: Pool) -> None:
     """Of the sizes of a microbatch that were tried, the members divided none, and it came as a list."""

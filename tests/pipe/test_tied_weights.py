@@ -220,7 +220,6 @@ def _shared_over_processes() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_two_tensors_over_one_memory_on_two_stages_are_refused_over_processes(gloo: Pool) -> None:
     """Each had a memory of its own: weights drifted apart in silence, `verify=True` included."""
     gloo.run(_shared_over_processes, ranks=2)

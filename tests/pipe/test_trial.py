@@ -210,18 +210,6 @@ def test_errors_are_those_of_the_run() -> None:
     assert best.notes[-1].endswith("out of memory on rank 0: CUDA out of memory. Tried")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"trials": -1}, "trials=-1: expected a number of plans, 0 to try none"),
-        ({"trials": True}, "trials=True: expected a number of plans"),
-    ],
-)
-def test_the_option_is_checked(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PipelineModule(make_model(), **records(loss_fn=F.mse_loss, **({"schedule": "auto"} | options)))
-
-
 def test_a_batch_that_microbatches_do_not_divide() -> None:
     x, y = (torch.cat([each, each])[:10] for each in make_batch())
     with profiled():

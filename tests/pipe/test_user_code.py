@@ -52,16 +52,8 @@ class Masked(Parts, sizes=lambda: torch.tensor([2, 4])):
         return torch.cat([right, left], -1) + positive.mean() / (1 + top) + again
 
 
-class ScalesItsInput(nn.Module):
-    """In place, by a number that it reads."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(1 / (1 + float(x.detach().norm())))
-
-
 READ_VALUES: dict[str, Callable[[], nn.Module]] = {
     "masks": Masked,
-    "in place": ScalesItsInput,
     "cumulative statistics": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
 }
 

@@ -114,7 +114,6 @@ def bytes_read(file: Path) -> tuple[int, int]:
     return total, sum(parameter.nbytes for _, parameter in pipe.named_parameters())
 
 
-@pytest.mark.gloo
 def test_each_process_reads_its_own(gloo: Pool, saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
     for read, own in gloo.run(bytes_read, ranks=2, args=(_one_file(saved, tmp_path),)):
         assert read == own < sum(x.nbytes for x in saved.values())
@@ -144,7 +143,6 @@ def refused_on_all(file: Path) -> str:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_file_that_one_process_misses_ends_all(gloo: Pool, saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
     other, own = gloo.run(refused_on_all, ranks=2, args=(_one_file(saved, tmp_path),))
     assert "gone.safetensors' does not exist" in own

@@ -28,6 +28,10 @@ def _graded(module: Any, inputs: Any, outputs: Any) -> Any:
     return tuple(None if grad is None else grad * 1.5 for grad in inputs)
 
 
+def _graded_before(module: Any, outputs: Any) -> Any:
+    return tuple(grad * 0.5 for grad in outputs)
+
+
 def _weights(module: Any) -> list[nn.Parameter]:
     return [p for p in module.parameters() if not p.is_meta]
 
@@ -101,6 +105,7 @@ ON_BLOCKS: dict[str, Callable[[Any, float], Any]] = {
     "hook": lambda block, value: _keep(block, block.register_forward_hook(_doubled)),
     "pre-hook": lambda block, value: _keep(block, block.register_forward_pre_hook(_shifted)),
     "backward-hook": lambda block, value: _keep(block, block.register_full_backward_hook(_graded)),
+    "backward-pre-hook": lambda block, value: _keep(block, block.register_full_backward_pre_hook(_graded_before)),
     "inner-hook": lambda block, value: next(iter([*block.children(), block])).register_forward_pre_hook(_shifted),
 }
 ON_MODELS: dict[str, Callable[[Any, float], Any]] = {
