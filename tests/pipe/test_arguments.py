@@ -295,8 +295,8 @@ def test_who_trains_on_the_cpu_beside_gpus_is_told_once(
 
 # Mistakes that are told by the first of them: each stands in front of all below it.
 MISTAKES: list[tuple[str, dict[str, Any]]] = [
-    ("expected a model, or a list", {"model": None}),
-    ("cut='3'", {"cut": "3"}),
+    ("expected a model, or a list of modules, one per stage: PipelineModule(model, ", {"model": None}),
+    ("cut='3': expected a list of names, such as ['3']", {"cut": "3"}),
     ("loss_fn='mine'", {"loss_fn": "mine"}),
     ("loss_weight='labels' without loss_fn", {"loss_weight": "labels"}),
     ("batch_dims=3", {"batch_dims": 3}),
@@ -307,7 +307,7 @@ MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("lengths=3", {"lengths": 3}),
     ("compile=3", {"compile": 3}),
     ("timeout=0", {"timeout": 0}),
-    ("max_grad_norm=True", {"max_grad_norm": True}),
+    ("max_grad_norm=True: expected a number above 0, or None", {"max_grad_norm": True}),
     ("flush_first=-1", {"flush_first": -1}),
     ("seed=None", {"seed": None}),
     ("optimizer=3", {"optimizer": 3}),

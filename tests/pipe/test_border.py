@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.failing import refusal
 from support.inside import clip_factor
 from support.parts import GIVEN, Parts
 from support.pool import Pool
@@ -72,17 +73,12 @@ def _ask_for_state(kind: str) -> list[str]:
     model = layers() if kind == "chain" else Branches()
     pipe = make(model=model)
     pipe.train_step(torch.zeros(8, WIDTH), torch.zeros(8, WIDTH))
-    errors = []
     ways: list[Callable[[], object]] = [
         model.state_dict,
         lambda: torch.save(model, io.BytesIO()),
         copy.deepcopy(model).state_dict,
     ]
-    for ask in ways:
-        try:
-            ask()
-        except ValueError as error:
-            errors.append(str(error))
+    errors = [refusal(ask) for ask in ways]
     mine = [child for child in model.children() if not any(p.is_meta for p in child.parameters())]
     for child in mine:
         child.state_dict()
@@ -177,6 +173,10 @@ def test_predict_wants_inputs_alone(loss_fn: Any) -> None:
     model = layers()
     pipe = make(model=model, loss_fn=loss_fn, optimizer=None)
     torch.testing.assert_close(pipe.predict(X), model(X).detach())
+    if loss_fn is None:
+        found = pipe.eval_step(X)
+        assert found.loss is None
+        torch.testing.assert_close(found.output, model(X).detach())
     with pytest.raises(ValueError, match=r"2 inputs for a model that was built for 1: expected 1, and no target"):
         pipe.predict(X, Y)
 

@@ -1,20 +1,28 @@
-"""Odd models, cut at odd places: outputs of any form, values that fork, constants, batch sizes in Python.
-
-Each runs on as many stages as it can be cut into and must equal itself on one process, gradients included.
-"""
+"""Odd models, cut at odd places: outputs of any form, values that fork, constants, sizes in Python, dense skips."""
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections import Counter, namedtuple
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from support.alone import same_gradients
 from support.cuts import WIDTH, Counting, Layers, X, Y, agree_with_one_process, linear, loss_of
+from support.models import token_loss
 from support.parts import Parts
+from support.plain import batch as plain_batch
+from support.plain import linear as narrow
+from support.records import records
+from support.small import sgd
 from torch import Tensor, nn
 
+from stagewright.comm import InProcessTransport
 from stagewright.pipe import PipelineModule
+from stagewright.schedules import MessageKind
 
 Pair = namedtuple("Pair", "y note")
 
@@ -43,12 +51,6 @@ class WithANote(Layers):
         return Pair(self.d(self.c(self.b(self.a(x)))), 3)
 
 
-class WithAScalar(Layers):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.a(x)
-        return self.d(self.b(h)), h.mean()
-
-
 class OtherInEvaluation(Layers):
     """Training returns more than evaluation does."""
 
@@ -63,13 +65,6 @@ class OtherInEvaluation(Layers):
 @pytest.mark.parametrize("model", [InADict, InATuple, WithANote, OtherInEvaluation])
 def test_outputs_of_any_form(model: type[nn.Module], ranks: int) -> None:
     agree_with_one_process(model, ranks=ranks)
-
-
-def test_an_output_without_dimensions_comes_by_microbatch() -> None:
-    agree_with_one_process(WithAScalar, ranks=3)
-    pipe = PipelineModule(WithAScalar().double(), num_microbatches=4, mesh={"pipe": 3}, loss_fn=loss_of)
-    _, scalars = pipe.eval_step(X, Y).output  # type: ignore[misc]
-    assert scalars.shape == (4,)
 
 
 # --- values on their way ---
@@ -244,3 +239,129 @@ def test_a_recorded_model_is_recorded_again_for_another_batch_size(size: int) ->
     with torch.no_grad():
         expected = sum(loss_of(model(a), b).item() * len(a) for a, b in parts) / size
     assert pipe.forward_backward(x, y).loss == pytest.approx(expected, abs=1e-12)
+
+
+VOCABULARY, DENSE_WIDTH, BLOCKS, MICROBATCHES = 11, 8, 6, 4
+
+
+class Block(nn.Module):
+    """Reads a learned mean of all outputs so far."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(number))
+        self.norm = nn.LayerNorm(DENSE_WIDTH)
+        self.attention = nn.MultiheadAttention(DENSE_WIDTH, 2, batch_first=True)
+        self.mlp = nn.Sequential(
+            nn.Linear(DENSE_WIDTH, 2 * DENSE_WIDTH), nn.GELU(), nn.Linear(2 * DENSE_WIDTH, DENSE_WIDTH)
+        )
+
+    def forward(self, before: list[Tensor]) -> Tensor:
+        shares = torch.softmax(self.weights, 0)
+        x = self.norm(sum(share * each for share, each in zip(shares, before, strict=True)))
+        h, _ = self.attention(x, x, x, need_weights=False)
+        return self.mlp(x + h)
+
+
+class DenseGPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, DENSE_WIDTH)
+        self.blocks = nn.ModuleList([Block(i + 1) for i in range(BLOCKS)])
+        self.head = nn.Linear(DENSE_WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        outputs = [self.embedding(tokens)]
+        for block in self.blocks:
+            outputs.append(block(outputs))
+        return self.head(outputs[-1])
+
+
+def make_model() -> DenseGPT:
+    torch.manual_seed(0)
+    return DenseGPT().double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCABULARY, (2 * MICROBATCHES, 6), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
+    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": MICROBATCHES, "timeout": 120.0}
+    settings |= {"loss_fn": token_loss, "optimizer": sgd, "example_inputs": batch(0)[:1]}
+    return PipelineModule(model, **records(**(settings | options)))
+
+
+class CountingTransport:
+    """Tensors that cross ranks, by (kind, sender, receiver, microbatch), and which microbatches are alive at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, transport: type[Any]) -> None:
+        self.tensors: Counter[tuple[str, int, int, int]] = Counter()
+        self.alive: dict[int, list[weakref.ref[Tensor]]] = {}
+        self.most_alive = 0
+        send = transport.send
+
+        def counted(mine: Any, message: Any, peer: int, tensors: Any, specs: Any) -> None:
+            if message.kind in (MessageKind.ACT, MessageKind.GRAD):
+                gone = sum(spec.dtype is torch.uint8 for spec in specs)  # flags
+                self.tensors[message.kind.value, mine.rank, peer, message.index] += len(tensors) - gone
+            if message.kind is MessageKind.ACT:
+                self.alive.setdefault(message.index, []).extend(weakref.ref(x) for x in tensors)
+                self.most_alive = max(self.most_alive, self.microbatches_alive())
+            send(mine, message, peer, tensors, specs)
+
+        monkeypatch.setattr(transport, "send", counted)
+
+    def microbatches_alive(self) -> int:
+        return sum(any(ref() is not None for ref in refs) for refs in self.alive.values())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("num_ranks", "num_chunks"), [(2, 1), (2, 3), (3, 2)])
+def test_each_tensor_crosses_each_pair_of_ranks_once(
+    num_ranks: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting = CountingTransport(monkeypatch, InProcessTransport)
+    options = {"schedule": "interleaved", "num_chunks": num_chunks} if num_chunks > 1 else {}
+    # Stages begin at blocks 1, 2, ...: the embedding stands beside block 0, the head beside the last one.
+    starts = [f"blocks.{i * BLOCKS // (num_ranks * num_chunks)}" for i in range(1, num_ranks * num_chunks)]
+    make_pipe(make_model(), mesh={"pipe": num_ranks}, cut=starts, **options).train_step(*batch(0))
+    rank_of = {i: (i * num_ranks * num_chunks // BLOCKS) % num_ranks for i in range(BLOCKS)}
+    made_on = [0, *(rank_of[i] for i in range(BLOCKS))]  # rank of output j: the embedding's, then the blocks'
+    wanted: Counter[tuple[str, int, int]] = Counter()
+    for j, rank in enumerate(made_on):
+        for other in {rank_of[i] for i in range(j, BLOCKS)} - {rank}:  # block i reads the outputs 0 .. i
+            wanted["act", rank, other] += 1
+            wanted["grad", other, rank] += 1
+    for k in range(MICROBATCHES):
+        assert {key[:3]: n for key, n in counting.tensors.items() if key[3] == k} == wanted
+
+
+@pytest.mark.thorough
+def test_freed_behind_the_last_consumer(monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = CountingTransport(monkeypatch, InProcessTransport)
+    pipe = make_pipe(make_model(), schedule="interleaved", num_chunks=3, num_microbatches=8)
+    tokens, targets = (torch.cat([one, one]) for one in batch(0))
+    pipe.train_step(tokens, targets)
+    assert counting.microbatches_alive() == 0
+    assert counting.most_alive <= 4  # of eight
+
+
+class TakenTwice(Parts, first=narrow, second=narrow, third=narrow, fourth=lambda: nn.Bilinear(6, 6, 6)):
+    """What `first` makes goes to `second` and to `fourth`, which are on the other rank under two chunks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.fourth(self.third(self.second(hidden)), hidden)
+
+
+def test_gradients_of_several_consumers_on_one_rank_add_up() -> None:
+    model, (x, target) = TakenTwice().double(), plain_batch(0)
+    plain = copy.deepcopy(model)
+    F.mse_loss(plain(x), target).backward()
+    options: dict[str, Any] = {"schedule": "interleaved", "num_chunks": 2, "num_microbatches": 2, "mesh": {"pipe": 2}}
+    options |= {"cut": ["second", "third", "fourth"], "loss_fn": F.mse_loss, "verify": False}
+    PipelineModule(model, **options).forward_backward(x, target)
+    same_gradients(model, plain)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.failing import refusal
 from support.inside import GuardsChanges as Changes
 from support.parts import Parts
 from support.pool import Pool
@@ -281,13 +282,8 @@ def _change_a_rate(who: list[int], data: int) -> str:
     if pipe.rank in who:
         for optimizer in pipe.optimizers:
             optimizer.param_groups[0]["lr"] *= 0.5
-    try:
-        for _ in range(2):
-            pipe.train_step(X, Y)
-    except ValueError as error:
-        return str(error)
-    pipe.close()
-    return ""
+    with pipe:
+        return refusal(lambda: (pipe.train_step(X, Y), pipe.train_step(X, Y)))
 
 
 @pytest.mark.thorough

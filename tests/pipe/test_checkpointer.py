@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.failing import refusal
 from support.inside import FIRST, Checkpointer, CheckpointRecord, Cost, HostCopy, Interval, _StepClock
 from support.inside import checkpoint_persist as persist
 from support.parts import Parts
@@ -320,12 +321,8 @@ def save_beside_training(folder: str) -> tuple[list[tuple[int, bool, str]], int,
                     losses.append(pipe.train_step(*batch).loss)
                     beside += any(one.name == "stagewright-checkpoint" for one in threading.enumerate())
                     saver.step()
-        refusal = ""
-        try:
-            pipe.checkpointer(folder, every=2 + rank)
-        except ValueError as error:
-            refusal = str(error)
-        return [(one.step, one.path is not None, one.problem) for one in saver.records], beside, losses, refusal
+        told = refusal(lambda: pipe.checkpointer(folder, every=2 + rank))
+        return [(one.step, one.path is not None, one.problem) for one in saver.records], beside, losses, told
     finally:
         persist.write_file = whole
         pipe.close()
@@ -335,13 +332,13 @@ def test_processes_agree_beside_training(gloo: Pool, tmp_path: Path) -> None:
     """No step waits for rank 1's disk; where one fails nobody has a checkpoint, and the next one is whole."""
     folder = tmp_path / "c"
     one, other = gloo.run(save_beside_training, ranks=2, args=(str(folder),))
-    for records, beside, _, refusal in (one, other):
+    for records, beside, _, told in (one, other):
         assert [(step, is_there) for step, is_there, _ in records] == [(3, True), (6, False), (9, False), (12, True)]
         assert "rank 1: " in records[1][2]
         assert "No space left on device" in records[1][2]
         assert "RuntimeError: odd" in records[2][2]
         assert beside >= 6  # two steps beside each of three
-        assert "rank 0 saves every=2 with overhead=0.035, and rank 1 every=3" in refusal
+        assert "rank 0 saves every=2 with overhead=0.035, and rank 1 every=3" in told
     assert one[2] == other[2]
     again = make()
     place = again.loader(data(), batch_size=16)

@@ -83,12 +83,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         r"cut='blocks\.1' begins at or before .*: expected names in the order in which the model runs them",
     ),
     "too many split points": ({"cut": ["1", "2"]}, "begins 3 stages, the schedule has 2: expected 1 names"),
-    "split points as a word": ({"cut": "3"}, r"cut='3': expected a list of names, such as \['3'\]"),
     "too few stages": (
         {"stages": [nn.Linear(6, 6)]},
         r"a list of 1 stages, and the schedule has 2 \(ranks x chunks\): expected one module per stage",
     ),
-    "no model": ({"model": None}, r"expected a model, or a list of modules, one per stage: PipelineModule\(model, "),
     "stages that are none": ({"stages": [3]}, r"3 is int: expected a torch.nn.Module"),
     "no module": ({"model": F.relu}, r"is function: expected a torch\.nn\.Module"),
     "norm": ({"max_grad_norm": -1.0}, r"max_grad_norm=-1\.0: expected a number above 0, or None"),
@@ -118,12 +116,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         r"called with 2 arguments, it fails \(too many .*\); loss_fn=lambda output, target",
     ),
     "a report that takes nothing": ({"on_step": lambda: None}, r"called with 1 argument, it fails .*on_step=lambda re"),
-    "a norm that is a flag": ({"max_grad_norm": True}, r"max_grad_norm=True: expected a number above 0, or None"),
     "a class of models": ({"model": nn.Linear}, r"is type: expected a torch\.nn\.Module, made of .*: Linear\(\.\.\.\)"),
     "no stages": ({"stages": []}, r"PipelineModule\(\[\]\): expected a list of modules"),
     "split points as numbers": ({"cut": [3]}, r"cut=\[3\]: expected a list of names"),
     "a device that nobody has": ({"device": "gpu"}, r"device='gpu': Expected one of cpu, .* Expected a device of this"),
-    "an optimizer that is none": ({"optimizer": lambda parameters: None}, r"optimizer= returned NoneType: expected"),
     "a scheduler that is none": ({"lr_scheduler": lambda _: None}, r"lr_scheduler= returned NoneType: expected"),
     "a scheduler alone": (
         {"optimizer": None, "lr_scheduler": lambda optimizer: None},
@@ -330,23 +326,6 @@ def test_a_number_between_stages_stays_what_it_was() -> None:
     half.number = 2.0
     with pytest.raises(ValueError, match=r"returns 1 tensors as \(_, 2.0\), and returned 1 as \(_, 0.5\) when"):
         pipe.forward_backward(x, x)
-
-
-def test_output_shapes_that_do_not_follow_from_input_shapes() -> None:
-    """Shapes are inferred once, and the buffers of whoever receives are made for them."""
-
-    class Shrinking(nn.Module):
-        width = 6
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x[:, : self.width]
-
-    shrinking = Shrinking()
-    pipe = make(model=nn.Sequential(nn.Linear(6, 6), shrinking, nn.Tanh(), nn.Flatten()), cut=["2"], loss_fn=_mean)
-    shrinking.width = 5
-    message = r"output 0 of stage 0 \(0 \.\. 1\) is \(2, 5\) torch\.float32, and was \(2, 6\) .* when .*: expected"
-    with pytest.raises(ValueError, match=message):
-        pipe.train_step(X, Y)
 
 
 def _mean(output: Tensor, target: Tensor) -> Tensor:

@@ -68,12 +68,6 @@ def test_code_of_every_kind_around_modules(style: str, order: str) -> None:
     assert verdict.kind == "equal", f"{verdict.what}\n{verdict.text}"
 
 
-def test_a_case_is_its_number_and_its_own_text() -> None:
-    cases = [generate(number, gloo=number % 2 == 0) for number in range(50)]
-    assert cases == [generate(number, gloo=number % 2 == 0) for number in range(50)]
-    assert cases == [eval(repr(case), {"Case": Case, "Model": Model}) for case in cases]
-
-
 def _faultless(report: Report) -> None:
     assert not report.faults, report.table() + "\n\n" + "\n".join(report.scripts)
     assert report.counts["no case"] == 0, report.table()

@@ -24,12 +24,12 @@ from stagewright.pipe import PipelineModule
 OPTIONS: dict[str, Any] = {"schedule": "gpipe", "num_microbatches": 4, "loss_fn": F.mse_loss, "mesh": {"pipe": 2}}
 
 
-class Puts(Parts, layer=linear, put=GIVEN, made=GIVEN):
-    """Hands on its argument, or what it makes of it."""
+class Puts(Parts, layer=linear, put=GIVEN):
+    """Hands on its argument."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.layer(x))
-        self.put(y if self.made else x)
+        self.put(x)
         return y
 
 
@@ -63,27 +63,16 @@ def attribute() -> list[nn.Module]:
     return [linear(), first, linear(), Takes(lambda: first.last), linear(), linear()]
 
 
-def shared_dict() -> list[nn.Module]:
-    stash: dict[str, Tensor] = {}
-    put, take = Puts(lambda x: stash.update(skip=x), made=True), Takes(lambda: stash.pop("skip"))
-    return [linear(), put, linear(), take, linear(), linear()]
-
-
-def shared_list() -> list[nn.Module]:
-    stash: list[Tensor] = []
-    return [linear(), Puts(stash.append, made=False), linear(), Takes(stash.pop), linear(), linear()]
-
-
 def shared_object() -> list[nn.Module]:
     box = SimpleNamespace()
-    put = Puts(lambda x: setattr(box, "value", x), made=False)
+    put = Puts(lambda x: setattr(box, "value", x))
     return [linear(), put, linear(), Returns(lambda: box.value), Both(), linear()]
 
 
 def shared_tensor() -> list[nn.Module]:
     """One that no forward made, changed in place."""
     table = torch.zeros(1, dtype=torch.float64)
-    put = Puts(lambda x: table.copy_(x.detach().mean()), made=False)  # type: ignore[arg-type, return-value]
+    put = Puts(lambda x: table.copy_(x.detach().mean()))  # type: ignore[arg-type, return-value]
     return [linear(), put, linear(), Takes(table.clone), linear(), linear()]
 
 
@@ -94,7 +83,7 @@ def held_by_both() -> list[nn.Module]:
     return [linear(), nn.Sequential(third, nn.Tanh()), linear(), take, linear(), linear()]
 
 
-KINDS = [attribute, shared_dict, shared_list, shared_object, shared_tensor, held_by_both]
+KINDS = [attribute, shared_object, shared_tensor, held_by_both]
 
 
 def made(make: Callable[[], list[nn.Module]]) -> nn.Sequential:

@@ -1,21 +1,30 @@
-"""A loss with parameters and buffers of its own: they are the last stage's."""
+"""Losses with parameters of their own, which are the last stage's, and those of heads, each on its stage, float64."""
 
 from __future__ import annotations
 
 import copy
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.alone import near, train_alone, train_piped
+from support.alone import Alone, near, same_gradients, train_alone, train_piped
+from support.inside import Column, read_tensor_parallel
+from support.models import token_loss
 from support.parts import GIVEN, Parts
 from support.plain import linear
 from support.pool import Pool
+from support.predictions import LATER, LENGTH, VOCABULARY, Block, batch, make_model, plain_loss
+from support.predictions import WIDTH as HEADS_WIDTH
+from support.records import records
 from support.small import WIDTH, X, Y, layers, make, sgd, stream
+from support.uneven import in_a_row
 from torch import Tensor, nn
 
+import stagewright as sw
 from stagewright.comm import PipelineError
 from stagewright.pipe import PipelineModule
 
@@ -176,3 +185,244 @@ def train_with_weights() -> tuple[list[float | None], list[float]]:
 def test_a_loss_that_reads_weights_of_another_stage_has_their_module(gloo: Pool) -> None:
     for losses, expected in gloo.run(train_with_weights, ranks=2):
         assert losses == pytest.approx(expected, rel=1e-6)
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "2bw")
+STEPS = 3
+
+
+def pipeline(model: nn.Module, **options: Any) -> PipelineModule:
+    settings: dict[str, Any] = {"loss_fn": "model", "num_microbatches": 4, "loss_weight": "samples", "timeout": 120.0}
+    return PipelineModule(model, **records(optimizer=sgd, **(settings | options)))
+
+
+def alone(model: nn.Module, loss_of: Any, options: dict[str, Any]) -> Alone:
+    delay = int(options.get("schedule") == "2bw")
+    return train_alone(model, map(batch, range(STEPS)), sgd, loss_of=loss_of, delay=delay)
+
+
+def trained(pipe: PipelineModule) -> list[Any]:
+    """Losses and weights."""
+    results = [pipe.train_step(*batch(step)[:1], labels=batch(step)[1]) for step in range(STEPS)] + pipe.flush()
+    return [[each.loss for each in results if each.loss is not None], pipe.full_state_dict()]
+
+
+def check_two_losses(found: dict[str, Any], heads: str, schedule: str) -> None:
+    model = make_model(heads)
+    wanted = alone(model, plain_loss, {"schedule": schedule})
+    near([found["trained"], found["eval"]], [[wanted.losses, wanted.state], plain_loss(model, *batch(9)).item()])
+    if found["predicted"] is not None:
+        near(found["predicted"], model(batch(9)[0]).detach())
+
+
+def two_losses(heads: str, schedule: str, cut: list[str]) -> dict[str, Any]:
+    warnings.filterwarnings("ignore", message="the schedule splits the backward")
+    pipe_ranks = 2 if schedule == "interleaved" else 4
+    with pipeline(make_model(heads), mesh={"pipe": pipe_ranks}, schedule=schedule, cut=cut) as pipe:
+        found = trained(pipe)
+        logits = pipe.predict(batch(9)[0])
+        return {
+            "trained": found,
+            "eval": pipe.eval_step(batch(9)[0], labels=batch(9)[1]).loss,
+            "predicted": logits,
+            "sent": pipe._building.built("links").message_bytes()[0],
+        }
+
+
+CUT = ["blocks.1", "head", "later_head"]
+HIDDEN = 2 * (LENGTH) * HEADS_WIDTH * 8  # bytes of a microbatch of two samples in float64
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("heads", ["one", "tied", "two"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_loss_is_made_on_its_stage(schedule: str, heads: str) -> None:
+    """Of two heads, or of one that two stages run."""
+    cut = ["blocks.1", "head", "later"] if heads == "one" else CUT
+    check_two_losses(two_losses(heads, schedule, cut), heads, schedule)
+
+
+def test_only_a_number_of_a_loss_is_sent() -> None:
+    """From the stage of the first head the last one gets 8 bytes, and hidden from that of the later block."""
+    sent = two_losses("two", "1f1b", CUT)["sent"]
+    assert sent == [HIDDEN, HIDDEN, HIDDEN + 8]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_losses_of_two_stages_over_gloo(gloo: Pool, schedule: str) -> None:
+    ranks = 2 if schedule == "interleaved" else 4
+    for found in gloo.run(two_losses, ranks=ranks, args=("two", schedule, CUT)):
+        check_two_losses(found, "two", schedule)
+
+
+class Trunk(nn.Module):
+    """Hidden states, for a head that is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(VOCABULARY, HEADS_WIDTH), nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h: Tensor = self.embed(tokens)
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+
+def test_a_head_that_is_the_loss_counts_its_tokens() -> None:
+    """Microbatches with more ignored tokens weigh less."""
+    torch.manual_seed(0)
+    trunk, head = Trunk().double(), sw.LinearCrossEntropy(HEADS_WIDTH, VOCABULARY, reduction="pair").double()
+    plain = copy.deepcopy(trunk)
+    weight = head.weight.detach().clone().requires_grad_()
+    tokens, labels = batch(0)
+    labels = labels.clone()
+    labels[:3, 2:] = -100
+    pipe = pipeline(trunk, mesh={"pipe": 2}, loss_fn=head, loss_weight=None)
+    result = pipe.forward_backward(tokens, labels)
+    wanted = F.cross_entropy(F.linear(plain(tokens), weight).flatten(0, 1), labels.flatten())
+    wanted.backward()
+    assert result.loss == pytest.approx(wanted.item(), abs=1e-12)
+    same_gradients(trunk, plain)
+    near(head.weight.grad, weight.grad)
+
+
+class Weighed(Parts, model=lambda: make_model("two", reduction="none")):
+    """Two losses over different numbers of tokens: each label has its share of its own mean."""
+
+    def forward(self, tokens: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
+        model, h = self.model, self.model.embed(tokens[:, :-1])
+        for block in model.blocks:
+            h = block(h)
+        first = (model.head(h, labels[:, :-1]) * shares[..., 0]).sum()
+        h = model.later(model.join(torch.cat([h, model.embed(tokens[:, 1:])], -1)))
+        loss: Tensor = first + LATER * (model.later_head(h, labels[:, 1:]) * shares[..., 1]).sum()
+        return loss
+
+
+def summed(output: Tensor, _: Tensor, *, reduction: str) -> Tensor:
+    return output
+
+
+def test_losses_with_counts_of_their_own_are_sums_of_shares() -> None:
+    """Padding that leaves the losses 10, 8, 0, 0 and 11, 6, 0, 0 labels in the microbatches."""
+    tokens, labels = batch(0)
+    labels = labels.clone()
+    labels[0, :1], labels[2:4, 4:], labels[4:] = -100, -100, -100
+    labels[1, 3] = -100
+    both = torch.stack([labels[:, :-1], labels[:, 1:]], -1) != -100
+    shares = both.double() / both.sum((0, 1))
+    model = Weighed()
+    plain = make_model("two")
+    cut, loss_fn = [f"model.{name}" for name in CUT], partial(summed, reduction="sum")
+    pipe = pipeline(model, mesh={"pipe": 4}, cut=cut, loss_fn=loss_fn, loss_weight=None)
+    loss = pipe.forward_backward(tokens, labels, shares, target=labels).loss
+    wanted = plain_loss(plain, tokens, labels)
+    wanted.backward()
+    assert loss == pytest.approx(wanted.item(), abs=1e-12)
+    same_gradients(model, plain)
+
+
+class Between(Trunk):
+    """The function itself, between modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(HEADS_WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        loss: Tensor = sw.linear_cross_entropy(super().forward(tokens), self.head.weight, labels, self.head.bias)
+        return loss
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_the_function_runs_between_modules(schedule: str) -> None:
+    def made() -> Between:
+        torch.manual_seed(0)
+        return Between().double()
+
+    def loss_of(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+        return token_loss(model.head(Trunk.forward(model, tokens)), labels)
+
+    wanted = alone(made(), loss_of, {})
+    near(trained(pipeline(made(), mesh={"pipe": 2}, schedule=schedule)), [wanted.losses, wanted.state])
+
+
+class Divided(Between):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.head = sw.LinearCrossEntropy(HEADS_WIDTH, vocabulary, bias=True, label_smoothing=0.1, z_loss=0.01)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        out: Tensor = self.head(Trunk.forward(self, tokens), labels)
+        return out
+
+
+def divided_loss(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+    logits = F.linear(Trunk.forward(model, tokens), model.head.weight, model.head.bias).flatten(0, 1)
+    loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=0.1)
+    return loss + 0.01 * logits.logsumexp(1).square().mean()
+
+
+def divided(vocabulary: int = VOCABULARY) -> Divided:
+    torch.manual_seed(0)
+    return Divided(vocabulary).double()
+
+
+def train_divided(options: dict[str, Any]) -> tuple[Any, Any, int]:
+    warnings.filterwarnings("ignore", message="the schedule splits the backward")
+    with pipeline(divided(), **options) as pipe:
+        found = trained(pipe)
+        logits = pipe.predict(batch(9)[0])
+        held = dict(pipe.named_parameters())
+        return found, logits, len(held["head.weight"]) if "head.weight" in held else 0
+
+
+DIVIDED: dict[str, tuple[int, dict[str, Any]]] = {
+    "auto": (4, {"mesh": {"pipe": 2, "tensor": 2}, "tensor_parallel": "auto", "schedule": "1f1b"}),
+    "named": (4, {"mesh": {"pipe": 2, "tensor": 2}, "tensor_parallel": {"head": "column"}, "schedule": "2bw"}),
+    "halves": (4, {"mesh": {"pipe": 2, "tensor": 2}, "tensor_parallel": {"head": "column"}, "schedule": "zb-h1"}),
+    "again": (2, {"mesh": {"pipe": 1, "tensor": 2}, "tensor_parallel": {"head": "column"}, "recompute": "full"}),
+    "last stage": (3, {"plan": in_a_row(1, 2, nodes=("embed blocks.0 blocks.1", "head")), "num_microbatches": None}),
+}
+
+
+@pytest.mark.thorough(but=["last stage"])
+@pytest.mark.parametrize("case", DIVIDED)
+def test_a_divided_vocabulary_has_the_same_loss(gloo: Pool, case: str) -> None:
+    ranks, options = DIVIDED[case]
+    model = divided()
+    wanted = alone(model, divided_loss, options)
+    rows = []
+    for found, logits, held in gloo.run(train_divided, ranks=ranks, args=(options,)):
+        near(found, [wanted.losses, wanted.state])
+        if logits is not None:
+            near(logits, model(batch(9)[0]).detach())
+        rows.append(held)
+    assert rows == [0] * (ranks - 2) + [VOCABULARY // 2] * 2
+
+
+def test_a_head_is_divided_by_columns_or_stays_whole() -> None:
+    for option in ("auto", {"head": "column"}):
+        assert str(read_tensor_parallel(option, divided(), count=2).styles["head"]) == "<column, gathered>"
+    tied = divided()
+    tied.head.weight = tied.embed.weight
+    for model, count in ((tied, 2), (divided(vocabulary=49), 2)):
+        found = read_tensor_parallel("auto", model, count=count)
+        assert "head" not in found.styles
+        assert found.whole["head"] == f"whole: {count} do not divide it, or its weight is another module's too"
+
+
+@pytest.mark.parametrize(
+    ("style", "match"),
+    [
+        ("row", "module 'head' .* has its own forward"),
+        (Column(blocks=2, gather_output=True), "module 'head' is a LinearCrossEntropy: expected 'column'"),
+        (Column(), "module 'head' is a LinearCrossEntropy: expected 'column'"),
+    ],
+    ids=str,
+)
+def test_other_styles_of_a_head_are_refused(style: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        read_tensor_parallel({"head": style}, divided(), count=2)

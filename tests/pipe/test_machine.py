@@ -1,14 +1,24 @@
-"""The state machine alone, without processes or clock: the driver delivers in any order. The engine's own guard."""
+"""The state machine alone, in any order of arrival; a short way from `train_step` to a layer; features stay outside.
+
+Each case of the latter is a process in which the modules of one feature cannot be imported: all but the feature runs.
+"""
 
 from __future__ import annotations
 
 import random
+import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from types import FrameType
 
 import pytest
+import torch
+from support.commands import run_forked
 from support.inside import Lowered, RankMachine, RankProgram, Sharing, Transfer, Wait
-from support.small import X, Y, make
+from support.small import WIDTH, X, Y, make, stream
+from torch import nn
 
 from stagewright.comm import PipelineError
 from stagewright.schedules import Action, Edge, Message, MessageKind, Op, build, lower
@@ -128,3 +138,140 @@ def test_a_standstill_in_one_process_names_who_waits_for_what(monkeypatch: pytes
     )
     with pytest.raises(PipelineError, match=message):
         pipe.train_step(X, Y)
+
+
+MOST = 6  # train_step, Training.step, Engine.run, Worker.run, Stage.forward, and the chain of a stage's units
+
+
+class Witness(nn.Linear):
+    """A layer that notes the functions of ours that stand on the stack when it is called, the outermost first."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.seen: set[tuple[str, ...]] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        names, frame = [], sys._getframe(1)
+        while frame.f_back is not None:
+            if frame.f_globals.get("__name__", "").startswith("stagewright."):
+                names.append(frame.f_code.co_qualname)
+            frame = frame.f_back
+        if "PipelineModule.train_step" in names:  # and not the first run on fake tensors
+            self.seen.add(tuple(reversed(names)))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("begin", [make, stream])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_walk_from_train_step_to_a_layer_is_short(begin: object, num_ranks: int) -> None:
+    witnesses = [Witness() for _ in range(3)]
+    assert callable(begin)
+    pipe = begin(model=nn.Sequential(*witnesses), mesh={"pipe": num_ranks}, num_microbatches=4)
+    for _ in range(3):
+        pipe.train_step(X, Y)
+    for witness in witnesses:
+        assert witness.seen
+        for walk in witness.seen:
+            assert walk[0] == "PipelineModule.train_step"
+            assert len(walk) <= MOST, " -> ".join(walk)
+
+
+MOST_CALLS = 65  # of functions of ours per action: 60 now, and 88 while each decided what a program or a batch can
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_a_steady_action_calls_few_functions(schedule: str, num_chunks: int) -> None:
+    """Counted, not timed: what the engine and all around it do per action costs seconds that all ranks share."""
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    pipe = make(model=model, schedule=schedule, num_chunks=num_chunks, mesh={"pipe": 2}, num_microbatches=8)
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        name = frame.f_globals.get("__name__", "")
+        if event == "call" and name.startswith("stagewright."):
+            calls[f"{name}: {frame.f_code.co_qualname}"] += 1
+
+    for _ in range(3):
+        pipe.train_step(X, Y)
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        pipe.train_step(X, Y)
+    finally:
+        sys.setprofile(before)
+    per_action = calls.total() / (2 * 8 * 2 * num_chunks)
+    assert per_action <= MOST_CALLS, f"{per_action:.1f}: {calls.most_common(30)}"
+
+
+FEATURES = {  # rooms, and what asks for the feature
+    "reroute": (("pipe.reroute",), "pipe(mesh=sw.Mesh(pipe=2, data=2, on_failure='reroute'))"),
+    "compression": (
+        ("pipe.compression", "pipe.compression.added"),
+        "pipe(mesh=sw.Mesh(pipe=2, compress='int8')).train_step(x, x)",
+    ),
+    "replan": (
+        ("pipe.batch.orders",),
+        "pipe(schedule=sw.Auto(trials=0, replan='batch')).train_step(microbatches=[(x, x)] * 2)",
+    ),
+    "background work": (("pipe.run.fills",), "run.fill([print])"),
+    "slices": (("pipe.batch.slicing", "pipe.stage.slices"), "pipe(schedule='seq1f1b').train_step(x, x)"),
+    "trials": (("pipe.auto.trial",), "pipe(schedule=sw.Auto(trials=2)).train_step(x, x)"),
+    "shared loader": (("pipe.batch.shared",), "run.loader(data, batch_size=4, shared='host')"),
+    "trace": (("pipe.figures.tracer",), "run.tracer('traces')"),
+}
+
+_SCRIPT = """
+import sys
+
+GONE = {gone!r}
+
+
+class Gone:
+    def find_spec(self, name, path=None, target=None):
+        if name in GONE:
+            raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
+
+
+for name in GONE:
+    sys.modules.pop(name, None)
+sys.meta_path.insert(0, Gone())
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import stagewright as sw
+
+
+def pipe(**options):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    told = {{"schedule": "1f1b", "mesh": {{"pipe": 2}}, "num_microbatches": 4, **options}}
+    if isinstance(options.get("schedule"), sw.Auto):
+        told |= {{"mesh": None, "num_microbatches": None}}
+    return sw.PipelineModule(model, loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD, **told)
+
+
+x = torch.randn(8, 4)
+data = TensorDataset(x, x)
+for schedule in ("1f1b", "2bw"):
+    run = pipe(schedule=schedule)
+    for batch in run.loader(data, batch_size=8):
+        run.train_step(*batch)
+    run.eval_step(x, x)
+    run.full_state_dict()
+try:
+    {asks}
+except ModuleNotFoundError as error:
+    print("asked for", error.name)
+"""
+
+
+@pytest.mark.thorough(but=["reroute"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_without_its_room_all_but_the_feature_runs(feature: str, tmp_path: Path) -> None:
+    rooms, asks = FEATURES[feature]
+    gone = [f"stagewright.{room}" for room in rooms]
+    (tmp_path / "without.py").write_text(_SCRIPT.format(gone=gone, asks=asks))
+    (done,) = run_forked([str(tmp_path / "without.py")], num_ranks=None)
+    assert done.status == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1].removeprefix("asked for ") in gone

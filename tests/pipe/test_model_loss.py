@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.alone import near, same_gradients
+from support.failing import refusal
 from support.inside import MODEL_INPUT, profile_model
 from support.keyword_models import (
     IGNORED,
@@ -281,11 +282,7 @@ def test_keywords(gloo: Pool) -> None:
 def ask_for_a_weight() -> str:
     """The error of a rank where nobody knows over what the loss is a mean."""
     pipe, _ = build(Language, loss_fn="model")
-    try:
-        pipe.forward_backward(tokens=WORDS, labels=LABELS)
-    except (ValueError, PipelineError) as error:
-        return str(error)
-    return "nothing"
+    return refusal(lambda: pipe.forward_backward(tokens=WORDS, labels=LABELS), ValueError, PipelineError)
 
 
 @pytest.mark.thorough

@@ -15,13 +15,11 @@ import pytest
 import torch
 from support.cases import Case, Layout, agree, difference
 from support.matrix import MICROBATCHES, all_layouts, cover, make_case, sample
-from support.models import make_batch, make_model, seeded_units
+from support.models import make_batch, seeded_units
 from support.pipeline import make_pipeline, run
 from support.pool import Pool
 from support.reference import Seeder, accumulate, copied, gradients, reference, reference_model
 from torch import Tensor, nn
-
-from stagewright.pipe import PipelineModule
 
 pytestmark = pytest.mark.filterwarnings("ignore:the schedule splits the backward of stage")
 
@@ -195,28 +193,6 @@ def test_state_dict_goes_from_layout_to_layout(task: str) -> None:
     fresh.close()
     assert again.loss == pytest.approx(evaluation.loss, abs=1e-12)
     assert difference(again.output, evaluation.output) < 1e-12
-
-
-@pytest.mark.thorough(but=["batchnorm"])
-@pytest.mark.parametrize("task", ["batchnorm", "two-inputs"])
-def test_eval_step_without_a_loss(task: str) -> None:
-    inputs, _ = make_batch(task, index=0, size=11)
-    plain, model = make_model(task), make_model(task)
-    pipe = PipelineModule(model, num_microbatches=4, mesh={"pipe": 3}, example_inputs=inputs)
-    result = pipe.eval_step(*inputs)
-    pipe.close()
-    with torch.no_grad():
-        expected = plain.eval()(*inputs)
-    assert result.loss is None
-    for found, wanted in zip(_tuple(result.output), _tuple(expected), strict=True):
-        assert difference(found, wanted) < 1e-12
-        assert not found.requires_grad
-    assert all(p.grad is None for p in model.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), plain.buffers(), strict=True))
-
-
-def _tuple(output: Any) -> tuple[Tensor, ...]:
-    return output if isinstance(output, tuple) else (output,)
 
 
 def gloo_check(gloo: Pool, case: Case, layout: Layout) -> None:

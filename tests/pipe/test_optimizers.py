@@ -12,6 +12,7 @@ import torch
 from support.alone import train_piped
 from support.async_pipeline import run
 from support.async_reference import UNEVEN, AsyncCase, agree
+from support.failing import refusal
 from support.grids import one_in
 from support.inside import SameOptions, StageOptimizers
 from support.pool import Pool
@@ -352,11 +353,7 @@ def _change_a_rate(who: list[int]) -> str:
     for rank, optimizer in zip(local, pipe.optimizers, strict=True):
         if rank in who:
             optimizer.param_groups[0]["lr"] *= 0.5
-    try:
-        train_piped(pipe, [(X, Y)] * 3)
-    except (ValueError, PeerLost) as error:
-        return str(error)
-    return ""
+    return refusal(lambda: train_piped(pipe, [(X, Y)] * 3), ValueError, PeerLost)
 
 
 MESSAGE = "the ranks [0, 1] hold copies of the same weights, and their optimizers have different options for '0.weight'"

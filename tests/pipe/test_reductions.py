@@ -71,11 +71,6 @@ def test_a_partial_with_sums() -> None:
     assert_sums(found)
 
 
-def test_none_is_named() -> None:
-    with pytest.raises(ValueError, match=r"expected a scalar tensor; .* of torch's losses reduction='mean' or 'sum'"):
-        make(loss_fn=nn.MSELoss(reduction="none")).train_step(X, Y)
-
-
 def double() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
 
@@ -265,10 +260,6 @@ def test_what_the_last_stage_leaves_behind_may_be_read(options: dict[str, Any]) 
     near(found.losses, [sum(wanted) / 4], atol=1e-14)
 
 
-def append(aux: Tensor) -> None:
-    SINK.append(aux)
-
-
 class Opened(Parts, first=double, second=double, keep=GIVEN, table=dict):
     """A block of two layers, so that a cut into more stages than there are blocks records its own code."""
 
@@ -282,7 +273,6 @@ KEPT: dict[str, tuple[Callable[[Any, Tensor], object], Callable[[Any], Any]]] = 
     "attribute": (lambda block, aux: setattr(block, "aux", aux), lambda model: sum(block.aux for block in model)),
     "dict": (lambda block, aux: block.table.update(v=aux), lambda model: sum(b.table["v"] for b in model)),
     "function": (lambda block, aux: SINK.append(aux), lambda model: sum(SINK)),
-    "helper": (lambda block, aux: append(aux), lambda model: sum(SINK)),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,16 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.inside import (
-    RULES,
-    Arguments,
-    Calls,
-    CheckpointedModules,
-    Seeder,
-    Stage,
     TrainingWorker,
-    WeightVersions,
-    first_run,
-    given_stages,
 )
 from support.parts import GIVEN, Parts
 from support.pool import Pool
@@ -318,28 +310,21 @@ def test_every_rank_learns_why_a_stream_ended(gloo: Pool) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_forward_leaves_the_model_its_own_parameters(fails: bool) -> None:
     """A version stands in for them while the module runs, and no longer, whatever the module does."""
-    layer = nn.Linear(WIDTH, WIDTH)
-    (piece,) = given_stages([layer], Arguments.of((X,)), device=torch.device("cpu"), enter_unit=None).pieces
-    module, _, _ = first_run(piece, piece.link(None, index=0, inputs=Arguments.of((X,)).form), (X,))
-    parameters = list(layer.named_parameters())
-    weights = WeightVersions(name="stage 0", module=layer, parameters=parameters, rule=RULES["2bw"], count=2)
-    seen: list[nn.Parameter] = []
-    layer.register_forward_pre_hook(lambda layer, inputs: seen.append(layer.weight))
-    stage = Stage(
-        index=0,
-        name="0",
-        module=module.module,
-        loss_of=None,
-        runs_again=False,
-        reruns=CheckpointedModules({}, Seeder(0, torch.device("cpu"))),
-        compiled=Calls({}),
-        weights=weights,
-    )
-    own = layer.weight
-    with pytest.raises(RuntimeError, match="mat1 and mat2") if fails else nullcontext():
-        stage.forward(0, module, [X[:, :1] if fails else X], [False], None, version=0)
-    assert seen[0] is not own
-    assert layer.weight is own
+    model, seen = layers(), list[nn.Parameter]()
+    own = [*model.parameters()]
+
+    def note(layer: nn.Module, inputs: object) -> None:
+        seen.append(layer.weight)
+        if fails and len(seen) == 6:
+            raise RuntimeError("a broken layer")
+
+    model[0].register_forward_pre_hook(note)
+    pipe = stream(model=model)
+    seen.clear()
+    with pytest.raises(RuntimeError, match="a broken layer") if fails else nullcontext():
+        step(pipe, times=3)
+    assert seen[-1] is not own[0]
+    assert all(map(operator.is_, model.parameters(), own))
 
 
 def bulge(hidden: int) -> nn.Sequential:

@@ -345,7 +345,6 @@ def remembered(length: int) -> Tensor:
 
 class Tables:
     by_length: dict[int, Tensor] = {}  # noqa: RUF012
-    longest: Tensor | None = None
 
 
 def by_length(x: Tensor) -> Tensor:
@@ -353,12 +352,6 @@ def by_length(x: Tensor) -> Tensor:
     if length not in Tables.by_length:
         Tables.by_length[length] = torch.arange(length, dtype=x.dtype)[:, None] / length
     return Tables.by_length[length]
-
-
-def longest(x: Tensor) -> Tensor:
-    if Tables.longest is None or len(Tables.longest) < x.shape[-2]:
-        Tables.longest = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] / 8
-    return Tables.longest[: x.shape[-2]]
 
 
 def decided(x: Tensor) -> float:
@@ -369,13 +362,11 @@ def glue(scale: Callable[[Tensor], Any]) -> Callable[[Net, int, Tensor], Tensor]
     return lambda net, i, x: plainly(net, i, x) * scale(x)
 
 
+# Those of modules themselves: test_fuzz.py.
 CACHES: dict[str, Callable[[], Net]] = {
-    "lru_cache": lambda: made(scale=lambda x: remembered(x.shape[-2])),
     "lru_cache between layers": lambda: made(glue(lambda x: remembered(x.shape[-2]))),
     "lru_cache, whose value decides": lambda: made(scale=decided),
-    "dict": lambda: made(scale=by_length),
     "dict between layers": lambda: made(glue(by_length)),
-    "attribute of a class": lambda: made(scale=longest),
 }
 
 
@@ -383,9 +374,8 @@ def train_with_cache(cache: str) -> list[str]:
     """Names of the kinds of what the caches hold afterwards."""
     remembered.cache_clear()
     Tables.by_length.clear()
-    Tables.longest = None
     trains_as_plain(CACHES[cache](), (3, 3, 5, 3))
-    held = [remembered(3), remembered(5), *Tables.by_length.values(), Tables.longest]
+    held = [remembered(3), remembered(5), *Tables.by_length.values()]
     return [type(each).__name__ for each in held]
 
 

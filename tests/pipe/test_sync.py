@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.alone import near, train_alone
+from support.failing import refusal
 from support.inside import Averaging, next_interval
 from support.pool import Pool
 from torch import nn
@@ -99,11 +100,7 @@ def train(pipe: int, every: int, optimizer: str, tensor: int) -> dict[str, Any]:
     module = make(pipe, every, optimizer, mesh=mesh, verify=True, **options)
     replica = module.rank // tensor % 2
     results = [module.train_step(*batch(step, replica)) for step in range(STEPS)]
-    told = ""
-    try:
-        module.state_dict()
-    except ValueError as error:
-        told = str(error)
+    told = refusal(module.state_dict)
     module.flush()
     timeline = results[-1].timeline()
     holders = {name: 2 * len(stages) for name, stages in module.stages_of.items()}
@@ -206,12 +203,7 @@ def save_between(folder: str, every: int | str, at: int, skew: float) -> tuple[A
     one.train_step(*given(one, at))
     one.save(folder)
     went_on, times = weights(one, at + 1, at + 13), [*times, one.averaging.times]
-    told = []
-    for call in (one.forward_backward, one.clip_grad_norm_):
-        try:
-            call(*(given(one, 0) if call == one.forward_backward else [1.0]))
-        except ValueError as error:
-            told.append(str(error))
+    told = [refusal(lambda: one.forward_backward(*given(one, 0))), refusal(lambda: one.clip_grad_norm_(1.0))]
     intervals = [one.averaging.every]
     one.close()
     other = make(2, every, "adamw")

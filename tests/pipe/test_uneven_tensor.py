@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.alone import near, train_alone
+from support.alone import near, train_alone, train_piped
+from support.failing import refusal
 from support.grids import nightly
 from support.parts import Parts
 from support.pool import Pool
@@ -274,10 +275,7 @@ def _options(*sizes: int) -> dict[str, Any]:
 
 def build_alike() -> tuple[str, list[float | None]]:
     is_last = dist.get_rank() == 2
-    try:
-        _train(Ranked(scale=3.0 if is_last else 2.0), **_options(2, 1))
-    except ValueError as error:
-        told = str(error)
+    told = refusal(lambda: _train(Ranked(scale=3.0 if is_last else 2.0), **_options(2, 1)))
     return told, _train(Ranked("two one" if is_last else "one two"), **_options(2, 1))
 
 
@@ -300,12 +298,7 @@ def change_one(sizes: tuple[int, ...], rank: int) -> str:
     pipe.train_step(x, x)
     if dist.get_rank() == rank:
         model.scale = 3.0
-    try:
-        for _ in range(2):
-            pipe.train_step(x, x)
-    except (ValueError, PipelineError) as error:
-        return str(error)
-    return "nothing"
+    return refusal(lambda: train_piped(pipe, [(x, x)] * 2), ValueError, PipelineError)
 
 
 @pytest.mark.thorough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from support.uneven import plan_of, stage
 from torch import Tensor, nn
 
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
+from stagewright.pipe import Mesh, PipelineModule
 
 WIDE = {"fc1": "column", "fc2": "row"}
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -230,3 +232,21 @@ def test_refused_by_name() -> None:
         plan([measured(1), measured(2)], cluster, global_batch=2, tensor_sizes=[3])
     with pytest.raises(ValueError, match="tensor: 0: expected a whole number"):
         Profile(nodes=measured(1).nodes, tensor=0)
+
+
+def predicted() -> float:
+    """How far the output is from the plain model's, for microbatches with as many samples as features."""
+    torch.manual_seed(0)
+    plain, x = (
+        nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).double(),
+        torch.randn(8, 6, dtype=torch.float64),
+    )
+    model, mesh = copy.deepcopy(plain), Mesh(tensor=2, tensor_parallel={"0": "samples"})
+    found = PipelineModule(model, mesh=mesh, num_microbatches=4).predict(x)
+    return float((found - plain(x)).abs().max()) if isinstance(found, Tensor) else torch.inf
+
+
+@pytest.mark.thorough
+def test_predictions_of_divided_samples_are_joined(gloo: Pool) -> None:
+    """Of the sizes of a microbatch that were tried, the members divided none, and it came as a list."""
+    assert max(gloo.run(predicted, ranks=2)) < 1e-12

@@ -72,3 +72,13 @@ def step(pipe: PipelineModule) -> Callable[[], float]:
 
 def raise_key_error() -> None:
     raise KeyError("the user's own trouble")
+
+
+def refusal(call: Callable[[], object], *kinds: type[Exception]) -> str:
+    """What a call is refused with: a ValueError, or an error of these kinds; "" where it is taken."""
+    expected = kinds or (ValueError,)
+    try:
+        call()
+    except expected as error:
+        return str(error)
+    return ""
