@@ -237,6 +237,8 @@ sgd = partial(torch.optim.SGD, lr=0.05)
 # Modules of all other kinds, and code around them: test_fuzz.py.
 IN_UNITS = {"checkpoint": models.CheckpointedBlock, "reentrant checkpoint": models.ReentrantBlock}
 BETWEEN = {
+    "functions": models.FunctionsBetween,
+    "checkpoint": models.CheckpointedBetween,
     "reentrant checkpoint": models.ReentrantBetween,
     "one checkpoint over two blocks": models.CheckpointedTogether,
     "hooks": models.HooksBetween,

@@ -175,39 +175,6 @@ class AutocastBetween(Stack):
         return self.head(fourth(y + frozen))
 
 
-class EncoderDecoder(nn.Module):
-    """Every block of the decoder takes what the encoder made, and a mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = (
-            nn.ModuleList(Block() for _ in range(2)),
-            nn.ModuleList(Attends() for _ in range(3)),
-        )
-        self.scale = nn.Parameter(torch.rand(WIDTH))
-        self.register_buffer("offset", torch.rand(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.ones(x.shape[0], x.shape[0], dtype=torch.bool, device=x.device).tril()
-        memory = x
-        for block in self.encoder:
-            memory = block(memory)
-        y = x * self.scale + self.offset
-        for layer in self.decoder:
-            y = layer(y, memory=memory, mask=mask)
-        return y
-
-
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key = linear(), linear()
-
-    def forward(self, x: Tensor, *, memory: Tensor, mask: Tensor) -> Tensor:
-        scores = (self.query(x) @ self.key(memory).T).masked_fill(~mask, -1e9)
-        return x + scores.softmax(-1) @ memory
-
-
 class Carries(Stack):
     """A tensor of one forward that the next one reads; and one that it makes once."""
 
@@ -233,26 +200,3 @@ class MakesOnce(Carries):
     def keep(self, y: Tensor) -> Tensor:
         self.last = y.detach()
         return y
-
-
-class Averaging(Stack):
-    """The model itself keeps an average in a buffer, and counts in another."""
-
-    average: Tensor
-    count: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.zeros(WIDTH))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second, *others = self.blocks
-        h = second(first(x))
-        if self.training:
-            self.average = 0.9 * self.average + 0.1 * h.detach().mean(0)
-            self.count += 1
-        h = h - self.average
-        for block in others:
-            h = block(h)
-        return self.head(h)
