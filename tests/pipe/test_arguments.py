@@ -192,14 +192,6 @@ def test_methods_of_a_module_say_what_to_use(name: str, instead: str) -> None:
     assert not hasattr(pipe, "nothing_of_the_kind")
 
 
-def test_what_there_is_is_listed() -> None:
-    names = {"PipelineModule", "Mesh", "Auto", "Asynchronous", "Synchronous", "Slices", "Inputs", "Precision", "pipe"}
-    assert names <= set(dir(sw))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert sw.Mesh(data=2) == sw.pipe.Mesh(data=2)
-
-
 def on_meshes() -> list[Any]:
     """Loss of a step by how the mesh is said, and what is said of meshes that are none."""
     found: list[Any] = []

@@ -182,52 +182,28 @@ def rewrite(folder: Path, content: Any) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(content))
 
 
-def evil(folder: Path, mark: Path) -> str:
-    rewrite(folder, Evil(mark))
-    return "names pathlib.Path.touch|names builtins.getattr|names pathlib.Path, which is not one of DCP's records"
+def mark(folder: Path) -> Evil:
+    return Evil(folder.parent / "ran")
 
 
-def evil_within(folder: Path, mark: Path) -> str:
-    content = metadata(folder)
-    content.storage_meta.load_id = Evil(mark)
-    rewrite(folder, content)
-    return "which is not one of DCP's records and might run code"
+def written(data: bytes) -> Callable[[Path], object]:
+    """In place of .metadata."""
+    return lambda folder: (folder / ".metadata").write_bytes(data)
 
 
-def evil_class(folder: Path, mark: Path) -> str:
-    """Changing a class that a pickle may name: found.chunks = None, and torch's own must stay as they are."""
-    name = "torch.distributed.checkpoint.metadata\nMetadata\n"
-    (folder / ".metadata").write_bytes(b"c" + name.encode() + b"(N}S'storage_data'\nI5\nstb.")
-    return "cannot be read as a folder"
+def edited(change: Callable[[Any, Path], object]) -> Callable[[Path], object]:
+    def spoil(folder: Path) -> None:
+        content = metadata(folder)
+        change(content, folder)
+        rewrite(folder, content)
+
+    return spoil
 
 
-def evil_value(folder: Path, mark: Path) -> str:
-    """The optimizer's rate is a pickle that runs code: torch's own reader runs it."""
-    content = metadata(folder)
-    info = next(x for at, x in content.storage_data.items() if at.fqn == "optimizer.param_groups.0.lr")
-    torch.save(Evil(mark), folder / "evil.distcp")
-    info.relative_path, info.offset, info.length = "evil.distcp", 0, (folder / "evil.distcp").stat().st_size
-    rewrite(folder, content)
-    return "which a checkpoint cannot hold"
-
-
-def elsewhere(folder: Path, mark: Path) -> str:
-    content = metadata(folder)
-    next(iter(content.storage_data.values())).relative_path = "../d/__0_0.distcp"
-    rewrite(folder, content)
-    return "names files elsewhere"
-
-
-def without_chunk(folder: Path, mark: Path) -> str:
-    content = metadata(folder)
-    content.state_dict_metadata["model.0.weight"].chunks.clear()
-    rewrite(folder, content)
-    return "'model.0.weight' is not there whole"
-
-
-def cut_off(folder: Path, mark: Path) -> str:
-    (folder / "__0_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes()[:2000])
-    return "cannot be read as a folder of torch.distributed.checkpoint"
+def saved(content: dict[str, Any], folder: Path) -> None:
+    """In place of the folder."""
+    shutil.rmtree(folder)
+    dcp.save(content, checkpoint_id=folder, no_dist=True)
 
 
 def chunk_of(folder: Path, name: str, data: bytes, **more: Any) -> None:
@@ -266,13 +242,7 @@ def packed(into: Path, pickled: bytes, kind: int) -> tuple[bytes, int]:
 NAMED = "optimizer.param_groups.0.lr"
 
 
-def deflated(folder: Path, mark: Path) -> str:
-    """A thousand times its size in memory, before it was refused."""
-    chunk_of(folder, NAMED, ended(*packed(folder / "made", bytes(10**6), ZIP_DEFLATED)))
-    return "it is compressed, or damaged: expected a file of torch.save, which unpacks to its own size"
-
-
-def two_lists(folder: Path, mark: Path) -> str:
+def two_lists(folder: Path) -> None:
     """Python finds the last list of entries, and torch the one that the end names."""
     front, start = packed(folder / "made", bytes(10**6), ZIP_DEFLATED)
     other, at = packed(folder / "made", b"N.", ZIP_STORED)
@@ -280,20 +250,9 @@ def two_lists(folder: Path, mark: Path) -> str:
     chunk_of(
         folder, NAMED, found.replace(struct.pack("<Q", len(found) - 98 - start), struct.pack("<Q", len(other) - at))
     )
-    return "it is compressed, or damaged"
 
 
-def bytes_of_any_number(folder: Path, mark: Path) -> str:
-    chunk_of(folder, NAMED, archive(b"\x80\x02c__builtin__\nbytearray\nq\x00J\x00\x00\x00\x10\x85R.", folder))
-    return "it has a bytearray, which checkpoints never have"
-
-
-def tensor_of_any_size(folder: Path, mark: Path) -> str:
-    chunk_of(folder, NAMED, archive(b"\x80\x02ctorch\nFloatTensor\nq\x00J\x00\x00\x00\x10\x85R.", folder))
-    return "its tensors are larger than it is"
-
-
-def stretched(folder: Path, mark: Path) -> str:
+def stretched(folder: Path) -> None:
     """One element, of a tensor as large as memory."""
     content, one = metadata(folder), torch.Size((10**5, 10**5))
     torch.save(torch.ones(1).expand(one), folder / "made")
@@ -301,118 +260,133 @@ def stretched(folder: Path, mark: Path) -> str:
     entry.size = entry.chunks[0].sizes = one
     rewrite(folder, content)
     chunk_of(folder, "model.0.weight", (folder / "made").read_bytes())
-    return "a chunk of 'model.0.weight' is larger than what its file has of it"
 
 
-def taken_twice(folder: Path, mark: Path) -> str:
-    chunk_of(folder, NAMED, b"", relative_path="__0_0.distcp", length=(folder / "__0_0.distcp").stat().st_size)
-    return "__0_0.distcp is shorter than .metadata says"
-
-
-def packed_otherwise(folder: Path, mark: Path) -> str:
-    chunk_of(folder, NAMED, b"x", transform_descriptors=["stream.zstd/1"])
-    return "evil.distcp is shorter than .metadata says, or compressed"
-
-
-def far_in_a_list(folder: Path, mark: Path) -> str:
-    content = metadata(folder)
-    content.planner_data["model.0.weight"] = ("model", 10**9)
-    rewrite(folder, content)
-    return "has an entry beyond the end of its list"
-
-
-def far_in_the_pickle(folder: Path, mark: Path) -> str:
-    """Object number 2**28: Python's reader in C makes a list of as many."""
-    (folder / ".metadata").write_bytes(b"\x80\x02Nr\x00\x00\x00\x10.")
-    return "cannot be read as a folder of torch.distributed.checkpoint: AttributeError"
-
-
-def long_in_the_pickle(folder: Path, mark: Path) -> str:
-    (folder / ".metadata").write_bytes(b"\x80\x05\x96" + struct.pack("<Q", 10**10) + b".")
-    return "cannot be read as a folder of torch.distributed.checkpoint"
-
-
-def evil_member(folder: Path, mark: Path) -> str:
-    """Changing a member of torch's own enum, for the whole process."""
-    name = "torch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
-    (folder / ".metadata").write_bytes(b"c" + name.encode() + b"(I0\ntR}S'_value_'\nI77\nsb.")
-    return "cannot be read as a folder"
-
-
-def fifo(folder: Path, mark: Path) -> str:
-    (folder / ".metadata").unlink()
-    os.mkfifo(folder / ".metadata")
-    return ".metadata is not a regular file"
-
-
-def fifo_of_chunks(folder: Path, mark: Path) -> str:
+def fifo_of_chunks(folder: Path) -> None:
     (folder / "__0_0.distcp").unlink()
     os.mkfifo(folder / "there")
     (folder / "__0_0.distcp").symlink_to(folder / "there")
-    return "__0_0.distcp is not a regular file"
 
 
-def no_folder(folder: Path, mark: Path) -> str:
-    (folder / ".metadata").unlink()
-    return "expected a plain file, or a folder of DCP, with .metadata"
+def evil_value(folder: Path) -> None:
+    torch.save(mark(folder), folder / "made")
+    chunk_of(folder, NAMED, (folder / "made").read_bytes())
 
 
-def no_optimizer(folder: Path, mark: Path) -> str:
-    shutil.rmtree(folder)
-    dcp.save({"model": model().state_dict()}, checkpoint_id=folder, no_dist=True)
-    return "has no optimizer: expected one next to 'model'"
-
-
-def by_numbers(folder: Path, mark: Path) -> str:
+def by_numbers(folder: Path) -> None:
     plain = model()
     optimizer = adamw(plain.parameters())
     train(plain, optimizer, range(1))
-    shutil.rmtree(folder)
-    content = {"model": plain.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.save(content, checkpoint_id=folder, no_dist=True)
-    return "of torch.distributed.checkpoint.state_dict.get_state_dict"
+    saved({"model": plain.state_dict(), "optimizer": optimizer.state_dict()}, folder)
 
 
-def nested_model(folder: Path, mark: Path) -> str:
-    shutil.rmtree(folder)
-    dcp.save({"model": {"a": {"b": torch.ones(1)}}}, checkpoint_id=folder, no_dist=True)
-    return "expected a model's state_dict"
+def value_of(pickled: bytes) -> Callable[[Path], object]:
+    return lambda folder: chunk_of(folder, NAMED, archive(pickled, folder))
 
 
-CASES = [evil, evil_within, evil_class, evil_value, elsewhere, without_chunk, cut_off, no_folder]
-CASES += [no_optimizer, by_numbers, nested_model]
-BOMBS = [deflated, two_lists, bytes_of_any_number, tensor_of_any_size, stretched, taken_twice, packed_otherwise]
-BOMBS += [far_in_a_list, far_in_the_pickle, long_in_the_pickle, evil_member, fifo, fifo_of_chunks]
+def cut_off(folder: Path) -> None:
+    (folder / "__0_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes()[:2000])
 
 
-@pytest.mark.thorough(but=["evil", "evil_value", "elsewhere", "without_chunk", "no_folder"])
+WEIGHT, RECORD = "model.0.weight", b"ctorch.distributed.checkpoint.metadata\n"
+UNREAD = "cannot be read as a folder of torch.distributed.checkpoint"
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "evil": (
+        lambda folder: rewrite(folder, mark(folder)),
+        "names pathlib.Path.touch|names builtins.getattr|names pathlib.Path, which is not one of DCP's records",
+    ),
+    "evil_within": (
+        edited(lambda content, folder: setattr(content.storage_meta, "load_id", mark(folder))),
+        "which is not one of DCP's records and might run code",
+    ),
+    # Changing a class that a pickle may name: found.chunks = None, and torch's own must stay as they are.
+    "evil_class": (written(RECORD + b"Metadata\n(N}S'storage_data'\nI5\nstb."), "cannot be read as a folder"),
+    # Changing a member of torch's own enum, for the whole process.
+    "evil_member": (
+        written(RECORD + b"_MEM_FORMAT_ENCODING\n(I0\ntR}S'_value_'\nI77\nsb."),
+        "cannot be read as a folder",
+    ),
+    # The optimizer's rate is a pickle that runs code: torch's own reader runs it.
+    "evil_value": (evil_value, "which a checkpoint cannot hold"),
+    "elsewhere": (
+        edited(lambda content, _: vars(next(iter(content.storage_data.values()))).update(relative_path="../d/x")),
+        "names files elsewhere",
+    ),
+    "without_chunk": (
+        edited(lambda content, _: content.state_dict_metadata[WEIGHT].chunks.clear()),
+        "'model.0.weight' is not there whole",
+    ),
+    "cut_off": (cut_off, UNREAD),
+    "no_folder": (
+        lambda folder: (folder / ".metadata").unlink(),
+        "expected a plain file, or a folder of DCP, with .metadata",
+    ),
+    "no_optimizer": (
+        lambda folder: saved({"model": model().state_dict()}, folder),
+        "has no optimizer: expected one next to 'model'",
+    ),
+    "by_numbers": (by_numbers, "of torch.distributed.checkpoint.state_dict.get_state_dict"),
+    "nested_model": (
+        lambda folder: saved({"model": {"a": {"b": torch.ones(1)}}}, folder),
+        "expected a model's state_dict",
+    ),
+    # A thousand times its size in memory, before it was refused.
+    "deflated": (
+        lambda folder: chunk_of(folder, NAMED, ended(*packed(folder / "made", bytes(10**6), ZIP_DEFLATED))),
+        "it is compressed, or damaged: expected a file of torch.save, which unpacks to its own size",
+    ),
+    "two_lists": (two_lists, "it is compressed, or damaged"),
+    "bytes_of_any_number": (
+        value_of(b"\x80\x02c__builtin__\nbytearray\nq\x00J\x00\x00\x00\x10\x85R."),
+        "it has a bytearray, which checkpoints never have",
+    ),
+    "tensor_of_any_size": (
+        value_of(b"\x80\x02ctorch\nFloatTensor\nq\x00J\x00\x00\x00\x10\x85R."),
+        "its tensors are larger than it is",
+    ),
+    "stretched": (stretched, "a chunk of 'model.0.weight' is larger than what its file has of it"),
+    "taken_twice": (
+        lambda folder: chunk_of(
+            folder, NAMED, b"", relative_path="__0_0.distcp", length=(folder / "__0_0.distcp").stat().st_size
+        ),
+        "__0_0.distcp is shorter than .metadata says",
+    ),
+    "packed_otherwise": (
+        lambda folder: chunk_of(folder, NAMED, b"x", transform_descriptors=["stream.zstd/1"]),
+        "evil.distcp is shorter than .metadata says, or compressed",
+    ),
+    "far_in_a_list": (
+        edited(lambda content, _: content.planner_data.update({WEIGHT: ("model", 10**9)})),
+        "has an entry beyond the end of its list",
+    ),
+    # Object number 2**28: Python's reader in C makes a list of as many.
+    "far_in_the_pickle": (written(b"\x80\x02Nr\x00\x00\x00\x10."), f"{UNREAD}: AttributeError"),
+    "long_in_the_pickle": (written(b"\x80\x05\x96" + struct.pack("<Q", 10**10) + b"."), UNREAD),
+    "fifo": (
+        lambda folder: ((folder / ".metadata").unlink(), os.mkfifo(folder / ".metadata")),
+        ".metadata is not a regular file",
+    ),
+    "fifo_of_chunks": (fifo_of_chunks, "__0_0.distcp is not a regular file"),
+}
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
-@pytest.mark.parametrize("spoil", CASES, ids=lambda spoil: spoil.__name__)
-def test_what_is_no_folder_of_dcp_is_refused_and_runs_no_code(
-    spoil: Callable[[Path, Path], str], folder: Path, tmp_path: Path
-) -> None:
-    message = spoil(folder, tmp_path / "ran")
-    with pytest.raises(ValueError, match=message):
-        stagewright.import_checkpoint(folder, tmp_path / "c", optimizer=True)
-    assert not (tmp_path / "ran").exists()
-    assert not hasattr(dcp.metadata.Metadata, "storage_data") or dcp.metadata.Metadata.storage_data is None
-    assert not (tmp_path / "c").exists()
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("spoil", BOMBS, ids=lambda spoil: spoil.__name__)
-def test_a_folder_of_dcp_takes_no_more_memory_than_it_has_bytes_and_changes_nothing(
-    spoil: Callable[[Path, Path], str], folder: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", SPOILT)
+def test_what_is_no_folder_of_dcp_is_refused_and_runs_no_code(name: str, folder: Path, tmp_path: Path) -> None:
+    """Nor changes it anything, or takes more memory than it has bytes."""
     before = [vars(each).copy() for each in dcp.metadata._MEM_FORMAT_ENCODING]
-    message = spoil(folder, tmp_path)
+    spoil, message = SPOILT[name]
+    spoil(folder)
     tracemalloc.start()
     with pytest.raises(ValueError, match=message):
         stagewright.import_checkpoint(folder, tmp_path / "c", optimizer=True)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 10 << 20
+    assert not (tmp_path / "ran").exists()
+    assert not hasattr(dcp.metadata.Metadata, "storage_data") or dcp.metadata.Metadata.storage_data is None
     assert [vars(each) for each in dcp.metadata._MEM_FORMAT_ENCODING] == before
+    assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

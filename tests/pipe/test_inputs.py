@@ -171,13 +171,22 @@ DIMS: dict[str, tuple[Any, str]] = {
     "no dict": (1, r"batch_dims=1: expected a dict"),
     "no dimension": ({"mask": "first"}, r"batch_dims\['mask'\]='first': expected the number of a dimension, or None"),
     "a wrong key": ({1.5: 0}, r"batch_dims has the key 1\.5"),
+    "a dimension of another tensor": (
+        {"mask": 2},
+        r"batch_dims\['mask'\]=2 and mask has shape \(7, 5\): expected a dimension",
+    ),
+    "one of the target": ({"target": 2}, r"a target of no samples for inputs of 7: .* in dimension 2"),
+    "nothing to cut": (
+        {"tokens": None, "mask": None},
+        r"inputs? 0.* shared by all microbatches \(batch_dims\)",
+    ),
 }
 
 
 @pytest.mark.parametrize(("dims", "message"), DIMS.values(), ids=DIMS.keys())
 def test_wrong_batch_dims(dims: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        pipeline(with_twin(Tagger)[0], batch_dims=dims)
+        pipeline(with_twin(Tagger)[0], batch_dims=dims).forward_backward(TOKENS, TARGET, mask=MASK)
 
 
 class TakesTwo(Parts, layers=lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), then=GIVEN):
@@ -227,15 +236,6 @@ def test_axes_as_long_as_the_batch_that_the_model_takes() -> None:
     assert pipeline(model, **settings).forward_backward(x, x, x).loss == pytest.approx(F.mse_loss(twin(x, x), x).item())
     with pytest.raises(ValueError, match=r"expected batch_dims={'target': 1} along with theirs, or 'target': 0"):
         pipeline(model, batch_dims={"x": 1, "other": 1}, **settings).forward_backward(x, x, x)
-
-
-def test_a_dimension_that_a_tensor_does_not_have() -> None:
-    with pytest.raises(ValueError, match=r"batch_dims\['mask'\]=2 and mask has shape \(7, 5\): expected a dimension"):
-        pipeline(with_twin(Tagger)[0], batch_dims={"mask": 2}).forward_backward(TOKENS, TARGET, mask=MASK)
-    with pytest.raises(ValueError, match=r"a target of no samples for inputs of 7: .* in dimension 2"):
-        pipeline(with_twin(Tagger)[0], batch_dims={"target": 2}).forward_backward(TOKENS, TARGET)
-    with pytest.raises(ValueError, match=r"input 0 is shared by all microbatches \(batch_dims\)"):
-        pipeline(with_twin(Tagger)[0], batch_dims={"tokens": None}).forward_backward(TOKENS, TARGET)
 
 
 def boxes_loss(output: Tensor, targets: list[dict[str, Any]]) -> Tensor:

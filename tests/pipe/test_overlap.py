@@ -155,7 +155,6 @@ def test_pairs_train_as_one_process(gloo: Pool, name: str, options: dict[str, An
         assert _differences(found, expected) < 1e-10
 
 
-@pytest.mark.thorough
 def test_random_numbers_are_those_of_the_same_order_without_pairs(gloo: Pool) -> None:
     schedule = _schedule("dualpipe-v")
     apart = replace(schedule, overlapped=())
@@ -258,40 +257,6 @@ def test_either_may_have_more(forwards: int, backwards: int) -> None:
         each = [word for n in range(count) for word in (f"{name}{n}", f"{name}{n} begun", f"{name}{n} through")]
         assert [word for word in wire.seen if word[0] == name] == [*each, f"{name} ends"]
     assert threading.active_count() == number  # of threads
-
-
-def test_random_numbers_go_on_where_an_action_was_interrupted() -> None:
-    def draws(wire: _Wire, *, together: bool) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {"f": [], "b": []}
-
-        def action(name: str, microbatch: int) -> Callable[[], None]:
-            def run() -> None:
-                wire.seeder.begin(step=0, microbatch=microbatch)
-                try:
-                    for unit in range(3):
-                        wire.seeder.enter(unit)
-                        found[name].append(torch.rand(()).item())
-                        wire.exchange(name)
-                        found[name].append(torch.rand(()).item())
-                finally:
-                    wire.seeder.end()
-
-            return run
-
-        forward, backward = action("f", 1), action("b", 2)
-        if together:
-            wire.exchanges.forward(forward, backward)
-            wire.exchanges.rest_of_backward()
-        else:
-            forward()
-            backward()
-        return found
-
-    before = torch.get_rng_state()
-    wire = _Wire()
-    with wire.seeder.call():
-        assert draws(wire, together=True) == draws(_Wire(), together=False)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def _failing(wire: _Wire, name: str, at: int) -> Callable[[], None]:

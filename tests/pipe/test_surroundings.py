@@ -146,18 +146,16 @@ def entry(i: int) -> Iterator[None]:
     TABLE["scale"] = 1.0
 
 
-@contextmanager
-def deterministic(i: int) -> Iterator[None]:
-    torch.use_deterministic_algorithms(i == 2)
-    yield
-    torch.use_deterministic_algorithms(False)
+def switched(switch: Callable[[Any], object], on: Any, off: Any) -> Callable[[int], AbstractContextManager[Any]]:
+    """On around layer 2."""
 
+    @contextmanager
+    def around(i: int) -> Iterator[None]:
+        switch(on if i == 2 else off)
+        yield
+        switch(off)
 
-@contextmanager
-def single(i: int) -> Iterator[None]:
-    torch.set_default_dtype(torch.float64 if i == 2 else torch.float32)
-    yield
-    torch.set_default_dtype(torch.float32)
+    return around
 
 
 class Doubling(TorchFunctionMode):
@@ -178,8 +176,14 @@ AROUND: dict[str, tuple[Callable[[int], AbstractContextManager[Any]], Callable[[
         lambda i: sdpa_kernel(SDPBackend.MATH),
         lambda x: 1.0 if torch.backends.cuda.flash_sdp_enabled() else 2.0,
     ),
-    "deterministic": (deterministic, lambda x: 2.0 if torch.are_deterministic_algorithms_enabled() else 1.0),
-    "default type": (single, lambda x: torch.tensor(1 / 3).double()),
+    "deterministic": (
+        switched(torch.use_deterministic_algorithms, True, False),
+        lambda x: 2.0 if torch.are_deterministic_algorithms_enabled() else 1.0,
+    ),
+    "default type": (
+        switched(torch.set_default_dtype, torch.float64, torch.float32),
+        lambda x: torch.tensor(1 / 3).double(),
+    ),
     "mode of torch": (lambda i: Doubling(), lambda x: 1.0),
 }
 

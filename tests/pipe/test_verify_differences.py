@@ -196,17 +196,13 @@ UNSEEN.append(("a number of the batch", False))
 
 @pytest.mark.thorough(but=["an attribute-True", "a number of the batch-False"])
 @pytest.mark.parametrize(("kind", "as_chain"), UNSEEN)
-def test_the_default_finds_what_passes_by_other_means(kind: str, as_chain: bool) -> None:
+def test_the_default_finds_what_passes_by_other_means_and_without_it_that_trains_in_silence(
+    kind: str, as_chain: bool
+) -> None:
+    """As the page says; where one of these is refused some day, the page has to change."""
     torch.manual_seed(0)
     told = refused(unseen(kind, as_chain=as_chain), verify="first")
     assert "reads what another one left in an object, an attribute of a tensor or a Python number" in told
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("kind", "as_chain"), UNSEEN)
-def test_without_it_that_trains_in_silence(kind: str, as_chain: bool) -> None:
-    """As the page says; where one of these is refused some day, the page has to change."""
-    torch.manual_seed(0)
     assert refused(unseen(kind, as_chain=as_chain), verify=False) == "nothing"
 
 
