@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import Case, Layout, agree, difference
+from support.cases import Case, Layout, agree
 from support.matrix import MICROBATCHES, all_layouts, cover, make_case, sample
-from support.models import make_batch, seeded_units
+from support.models import make_batch
 from support.pipeline import make_pipeline, run
 from support.pool import Pool
-from support.reference import Seeder, accumulate, copied, gradients, reference, reference_model
-from torch import Tensor, nn
+from support.reference import copied, reference, reference_model
+from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:the schedule splits the backward of stage")
 
@@ -128,71 +128,6 @@ def test_what_a_case_may_ask_for(name: str) -> None:
     limit = case.max_grad_norm
     assert limit is None or all(norm is not None and norm > limit for norm in reference(case).grad_norms)
     check(case, layout)
-
-
-# --- calls outside the protocol ---
-
-
-def grads_of_calls(case: Case, calls: int) -> tuple[dict[str, Tensor], nn.Module]:
-    """Gradients of `calls` training calls that add up, on one process."""
-    model = reference_model(case)
-    seeder = Seeder(seeded_units(model), seed=case.seed)
-    with torch.random.fork_rng(devices=[]):
-        for call in range(calls):
-            accumulate(
-                model,
-                *make_batch(case.task, index=call, size=case.batch_sizes[0]),
-                case=case,
-                enter=lambda k, call=call: seeder.at(step=call, microbatch=k),
-            )
-    return gradients(model), model
-
-
-def batch_of(case: Case, call: int) -> tuple[Any, ...]:
-    inputs, target = make_batch(case.task, index=call, size=case.batch_sizes[0])
-    return (*inputs, target)
-
-
-@pytest.mark.thorough(but=["mlp"])
-@pytest.mark.parametrize("task", ["mlp", "gpt-masked", "tied-gpt"])
-def test_several_forward_backward_calls_add_up(task: str) -> None:
-    layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2)
-    case = make_case(task, layout, 5)
-    model = reference_model(case)
-    pipe = make_pipeline(case, layout, model, optimizer=None)
-    for call in range(3):
-        pipe.forward_backward(*batch_of(case, call))
-    pipe.close()
-    expected, _ = grads_of_calls(case, 3)
-    found = gradients(model)
-    assert found.keys() == expected.keys()
-    assert max(difference(found[name], expected[name]) for name in expected) < 1e-12
-
-
-@pytest.mark.thorough(but=["mlp"])
-@pytest.mark.parametrize("task", ["mlp", "batchnorm", "tied-gpt", "sequential-stages"])
-def test_state_dict_goes_from_layout_to_layout(task: str) -> None:
-    layouts = (Layout(num_ranks=4), Layout(schedule="interleaved", num_ranks=2, num_chunks=2))
-    case = make_case(task, layouts[0], 5)
-    model = reference_model(case)
-    trained = make_pipeline(case, layouts[0], model)
-    names = list(model.state_dict())
-    trained.train_step(*batch_of(case, 0))
-    state = {name: tensor.clone() for name, tensor in trained.full_state_dict().items()}
-    assert list(state) == names
-    assert trained.state_dict().keys() == set(names)  # all stages are local
-    evaluation = trained.eval_step(*batch_of(case, 1))
-    trained.close()
-
-    model = reference_model(case)
-    fresh = make_pipeline(case, layouts[1], model)
-    fresh.load_state_dict(state)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in fresh.full_state_dict().items())
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-    again = fresh.eval_step(*batch_of(case, 1))
-    fresh.close()
-    assert again.loss == pytest.approx(evaluation.loss, abs=1e-12)
-    assert difference(again.output, evaluation.output) < 1e-12
 
 
 def gloo_check(gloo: Pool, case: Case, layout: Layout) -> None:

@@ -433,8 +433,3 @@ def test_the_first_step_clips_by_the_norm_of_all_parameters() -> None:
             optimizer.step()
     for one, other in zip(plain.parameters(), clipped.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=0)  # the runtime adds 1e-6 to the norm, as torch does
-
-
-def test_nothing_is_changed_where_nobody_clips() -> None:
-    factory = named(lambda parameters: [])
-    assert clipping(factory, None) is clipping(factory, 0.0) is factory

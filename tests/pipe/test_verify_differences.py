@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -84,26 +85,12 @@ def refused(net: nn.Module, **options: Any) -> str:
     return "nothing"
 
 
-def test_a_lost_backward_hook_is_named() -> None:
-    told = refused(with_backward_hook())
-    assert "verify: the gradient of 'front.bias' (stage 0" in told
-    assert "Likely cause: module 'odd' has a backward hook" in told
-
-
-def test_a_lost_custom_backward_is_named() -> None:
-    told = refused(with_custom_function())
-    assert "the gradient of 'odd.bias'" in told
-    assert "the model uses the autograd.Function Reverse" in told
-
-
-def test_a_dropped_python_random_number_is_named() -> None:
+def with_python_random() -> Net:
     random.seed(0)  # two draws that are far enough apart
     net = Net()
     own = id(net)
     net.middle = lambda model, x: x if id(model) == own else x * random.random()
-    told = refused(net)
-    assert "the loss is" in told
-    assert "draws from Python's random module" in told
+    return net
 
 
 MEASURED = {"scale": 1.0}
@@ -120,10 +107,37 @@ class Scales(nn.Linear):
         return super().forward(x) * MEASURED["scale"]
 
 
-def test_a_number_that_one_module_leaves_for_another_is_named() -> None:
-    """It finds that of a later microbatch, or none over processes; no module has a state, said the message."""
-    told = refused(nn.Sequential(Measures(4, 4), nn.Tanh(), Scales(4, 4)), cut=["1"], schedule="gpipe")
-    assert "Likely cause: the model changes 'scale' of MEASURED" in told
+# The last one's second module finds that of a later microbatch, or none over processes.
+NAMED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, str]] = {
+    "a lost backward hook": (
+        with_backward_hook,
+        {},
+        "verify: the gradient of 'front.bias' (stage 0",
+        "Likely cause: module 'odd' has a backward hook",
+    ),
+    "a lost custom backward": (
+        with_custom_function,
+        {},
+        "the gradient of 'odd.bias'",
+        "the model uses the autograd.Function Reverse",
+    ),
+    "a dropped random number": (with_python_random, {}, "the loss is", "draws from Python's random module"),
+    "a number left for another module": (
+        lambda: nn.Sequential(Measures(4, 4), nn.Tanh(), Scales(4, 4)),
+        {"cut": ["1"], "schedule": "gpipe"},
+        "verify: ",
+        "Likely cause: the model changes 'scale' of MEASURED",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "options", "difference", "cause"), NAMED.values(), ids=NAMED)
+def test_a_difference_is_named_with_its_cause(
+    make: Callable[[], nn.Module], options: dict[str, Any], difference: str, cause: str
+) -> None:
+    told = refused(make(), **options)
+    assert difference in told
+    assert cause in told
 
 
 # --- what passes between units other than as a tensor: with verify=False nothing notices ---
@@ -206,20 +220,6 @@ def test_the_default_finds_what_passes_by_other_means_and_without_it_that_trains
     assert refused(unseen(kind, as_chain=as_chain), verify=False) == "nothing"
 
 
-def found_over_processes() -> list[str]:
-    found = []
-    for kind, as_chain in UNSEEN:
-        torch.manual_seed(0)
-        found.append(refused(unseen(kind, as_chain=as_chain), verify="first", mesh=None))
-    return found
-
-
-@pytest.mark.thorough
-def test_the_default_finds_it_over_processes_on_each(gloo: Pool) -> None:
-    for told in gloo.run(found_over_processes, ranks=2):
-        assert all("verify: " in each for each in told), told
-
-
 def test_python_random_is_not_blamed_for_seeding_it() -> None:
     """recompute= seeds it for each microbatch; here buffers meet the microbatches in another order."""
     backwards = [in_order(F, key=lambda s, m: (-m, s)), in_order(B, key=lambda s, m: (-m, -s))]
@@ -228,15 +228,6 @@ def test_python_random_is_not_blamed_for_seeding_it() -> None:
     assert "buffer '0.running_mean'" in told
     assert "order of its microbatches" in told
     assert "random module" not in told
-
-
-def test_a_model_that_cannot_be_copied_is_refused() -> None:
-    class Uncopied(nn.Linear):
-        def __deepcopy__(self, memo: object) -> Any:
-            raise RuntimeError("only one of me")
-
-    with pytest.raises(ValueError, match=r"copy.deepcopy\(model\) fails: only one of me"):
-        refused(nn.Sequential(Uncopied(4, 4), nn.Linear(4, 4)))
 
 
 class AllReduce(nn.Module):

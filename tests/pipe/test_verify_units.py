@@ -223,6 +223,8 @@ def test_what_cannot_be_copied_is_told() -> None:
     assert said.startswith(f"verify leaves out units (1; {one}")
     (said,) = lines(nn.Sequential(Uncopied(8, 8), Uncopied(8, 8)))
     assert said.startswith("the first batch is not verified, as no unit can be (2; '0': NotVerifiableError")
+    with pytest.raises(ValueError, match=r"copy.deepcopy\(model\) fails: holds a file"):
+        pipe_of(chain(Uncopied(8, 8)), verify=True).train_step(torch.randn(4, 8), torch.randn(4, 8))
 
 
 def test_a_unit_that_knows_others_does_not_bring_them_along() -> None:
