@@ -209,28 +209,17 @@ def found_by_one_rank() -> list[Told]:
     pipe = later_pipe(model, mesh=None, cut=["1"])
     pipe.forward_backward(x, y)
     model[0].uses = True
-    return [*found, told(lambda: pipe.forward_backward(x, y))]
+    found.append(told(lambda: pipe.forward_backward(x, y)))
+    over_data = make(model=nn.Sequential(*without_parameters_first()[2:]), mesh={"data": 2}, example_inputs=(x,))
+    return [*found, told(lambda: over_data.train_step(x.clone().requires_grad_(), y))]
 
 
 def test_a_refusal_that_one_rank_finds_is_a_value_error_on_each(gloo: Pool) -> None:
     told_by = gloo.run(found_by_one_rank, ranks=2)
-    for of_batch, alone in told_by:
-        assert of_batch.kind == alone.kind == "ValueError"
+    for of_batch, alone, over_data in told_by:
+        assert of_batch.kind == alone.kind == over_data.kind == "ValueError"
+        assert "where data replicas or a tensor group" in over_data.text
         assert "which wants one: expected example_inputs= or a first batch" in of_batch.text
         assert alone.text.startswith("output 0 of stage 0 (0) requires a gradient and did not when the stages w")
     assert "\n(found on rank 0; rank 1: " in told_by[1][1].text
     assert "found on" not in told_by[0][1].text
-
-
-def over_data_replicas() -> list[Told]:
-    x, y = batch(0)
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, **DOUBLE) for _ in range(4)])
-    pipe = make(model=model, mesh={"data": 2}, example_inputs=(x,))
-    return [told(lambda: pipe.train_step(x.requires_grad_(), y))]
-
-
-@pytest.mark.thorough
-def test_over_data_replicas_it_is_refused(gloo: Pool) -> None:
-    for (found,) in gloo.run(over_data_replicas, ranks=2):
-        assert found.kind == "ValueError"
-        assert "where data replicas or a tensor group" in found.text

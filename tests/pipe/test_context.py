@@ -276,6 +276,11 @@ class _Skips(Parts, inner=GIVEN, number=GIVEN):
         return out
 
 
+class _LooksInEvaluation(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else x.cumsum(1)
+
+
 def _wrong(kind: str) -> None:
     model, loss_fn, (tokens, targets) = chain(layers=2), mean_loss, batch()
     if kind == "shifted loss":
@@ -285,6 +290,8 @@ def _wrong(kind: str) -> None:
         targets[:, : T // 4] = -100
     if kind == "other calls":
         model = nn.Sequential(model[0], _Skips(model[1], 0), _Skips(model[2], 1), model[3])
+    if kind == "across tokens in evaluation":
+        model = nn.Sequential(model[0], _LooksInEvaluation(), *model[1:])
     pipe = PipelineModule(
         model, mesh={"pipe": 1, "context": 2}, loss_fn=loss_fn, num_microbatches=2, verify=False, timeout=60.0
     )
@@ -293,7 +300,7 @@ def _wrong(kind: str) -> None:
     if kind == "other batches":
         tokens = (tokens + torch.distributed.get_rank()) % VOCABULARY
     with pytest.raises(ValueError, match=_WRONG[kind]):
-        pipe.forward_backward(tokens, targets)
+        pipe.predict(tokens) if "evaluation" in kind else pipe.forward_backward(tokens, targets)
 
 
 _WRONG = {
@@ -301,6 +308,7 @@ _WRONG = {
     "shifted loss": "loss_fn makes .* of whole sequences and .* of their 2 parts: expected a mean over all tokens",
     "uneven counts": "loss_fn makes .* of whole sequences and .* of their 2 parts: expected a mean over all tokens",
     "other calls": "before step 1, rank 0 and rank 1 have called attention in different modules",
+    "across tokens in evaluation": "differs over parts of the sequence",
 }
 
 
@@ -308,27 +316,6 @@ _WRONG = {
 @pytest.mark.parametrize("kind", _WRONG)
 def test_what_members_do_otherwise_is_refused_without_verification(gloo: Pool, kind: str) -> None:
     gloo.run(_wrong, ranks=2, args=(kind,))
-
-
-class _LooksInEvaluation(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.training else x.cumsum(1)
-
-
-def _evaluated_otherwise() -> None:
-    first, *others = chain(layers=1)
-    model = nn.Sequential(first, _LooksInEvaluation(), *others)
-    with PipelineModule(
-        model, mesh={"pipe": 1, "context": 2}, loss_fn=mean_loss, num_microbatches=2, verify=False
-    ) as pipe:
-        pipe.forward_backward(*batch())
-        with pytest.raises(ValueError, match="differs over parts of the sequence"):
-            pipe.predict(batch()[0])
-
-
-@pytest.mark.thorough
-def test_a_model_that_looks_across_tokens_in_evaluation_alone_is_refused_there(gloo: Pool) -> None:
-    gloo.run(_evaluated_otherwise, ranks=2)
 
 
 def _of_lengths(context: int) -> float:

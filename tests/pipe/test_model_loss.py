@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.alone import near, same_gradients
-from support.failing import refusal
 from support.inside import MODEL_INPUT, profile_model
 from support.keyword_models import (
     IGNORED,
@@ -35,7 +34,6 @@ from support.records import records
 from support.small import X, Y, make, sgd
 from torch import Tensor, nn
 
-from stagewright.comm import PipelineError
 from stagewright.pipe import PipelineModule
 
 
@@ -277,15 +275,3 @@ def train_by_keyword() -> tuple[float, float, float]:
 def test_keywords(gloo: Pool) -> None:
     for errors in gloo.run(train_by_keyword, ranks=2):
         assert max(errors) < 1e-12
-
-
-def ask_for_a_weight() -> str:
-    """The error of a rank where nobody knows over what the loss is a mean."""
-    pipe, _ = build(Language, loss_fn="model")
-    return refusal(lambda: pipe.forward_backward(tokens=WORDS, labels=LABELS), ValueError, PipelineError)
-
-
-@pytest.mark.thorough
-def test_all_ranks_are_told_what_the_last_one_alone_finds_out(gloo: Pool) -> None:
-    for told in gloo.run(ask_for_a_weight, ranks=2):
-        assert "it is not known over which ones this model's loss is a mean" in told

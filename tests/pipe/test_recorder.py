@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from support.inside import (
     HostClock,
@@ -17,10 +15,8 @@ from support.inside import (
     Timed,
     TimedAction,
     assemble_timeline,
-    building,
     clipping,
     costs_from_medians,
-    early_messages,
     make_optimizers,
     measure_runtime_seconds,
     named,
@@ -29,8 +25,7 @@ from support.inside import (
     trace_file,
 )
 from support.inside import PipeTrainingTraining as Training
-from support.pool import Pool
-from support.small import X, Y, make, sgd
+from support.small import sgd
 from torch import nn
 
 from stagewright.pipe import PipelineModule
@@ -384,37 +379,6 @@ def test_a_timeline_has_what_a_step_takes(max_grad_norm: float | None) -> None:
     assert 0 < costs.around < longest
     assert simulate(pipe.schedule, costs).around == costs.around
     assert pipe.forward_backward(x, x).timeline().around == 0.0
-
-
-AHEAD = (0.0, 1234.5, -60.0)  # [s], a host each
-
-
-def set_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host and a clock of its own for this process."""
-    rank = dist.get_rank()
-    monkeypatch.setattr(HostClock, "stamp", lambda self: time.perf_counter() + AHEAD[rank])
-    monkeypatch.setattr(building, "machine", lambda: f"host {rank}")
-
-
-def train() -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        set_clock(monkeypatch)
-        with make(mesh={"pipe": 3}) as pipe:
-            results = [pipe.train_step(X, Y) for _ in range(3)]
-            timelines = [result.timeline() for result in results[1:]]
-    return {"timelines": [timeline.to_json() for timeline in timelines]}
-
-
-@pytest.mark.thorough
-def test_timelines_of_ranks_whose_clocks_are_apart(gloo: Pool) -> None:
-    found = gloo.run(train, ranks=3)
-    assert found[0] == found[1] == found[2]
-    for text in found[0]["timelines"]:
-        timeline = Timeline.from_json(text)
-        assert timeline.makespan < 60  # not 1234
-        assert timeline.clock_error[0] == 0.0
-        assert 0 < min(timeline.clock_error[1:]) <= max(timeline.clock_error[1:]) < 30
-        assert all(seconds <= allowed for _, seconds, allowed in early_messages(timeline))
 
 
 def test_the_first_step_clips_by_the_norm_of_all_parameters() -> None:

@@ -340,34 +340,25 @@ def test_a_lost_member_is_named(gloo: Pool) -> None:
         assert "cause: process 3 (rank 1, tensor 1) failed: ZeroDivisionError: division by zero" in text
 
 
-def differ() -> str:
-    """The second rank's group divides the MLPs alone."""
+def differ() -> list[str]:
+    """The second rank's group divides the MLPs alone; and its second member passes another batch."""
     mlps = {name: style for name, style in WORDS_ALONE.items() if "mlp" in name}
-    divided = WORDS_ALONE if dist.get_rank() < 2 else mlps
-    with pytest.raises(ValueError, match="divided modules") as told:
-        make_pipe(make_model(), mesh={"pipe": 2, "tensor": 2}, tensor_parallel=divided).build(*make_batch(0))
-    return str(told.value)
-
-
-@pytest.mark.thorough
-def test_all_ranks_divide_alike(gloo: Pool) -> None:
-    assert all("tensor=4 divided modules" in told for told in gloo.run(differ, ranks=4))
-
-
-def pass_other_inputs() -> str:
-    """The second member of the second rank's group passes another batch."""
-    pipe = make_pipe(make_model(), mesh={"pipe": 2, "tensor": 2}, tensor_parallel=WORDS_ALONE)
+    divided, mesh = WORDS_ALONE if dist.get_rank() < 2 else mlps, {"pipe": 2, "tensor": 2}
+    with pytest.raises(ValueError, match="divided modules") as modules:
+        make_pipe(make_model(), mesh=mesh, tensor_parallel=divided).build(*make_batch(0))
+    pipe = make_pipe(make_model(), mesh=mesh, tensor_parallel=WORDS_ALONE)
     pipe.build(*make_batch(0))
-    with pytest.raises((ValueError, PipelineError), match="passed other inputs") as told:
+    with pytest.raises((ValueError, PipelineError), match="passed other inputs") as inputs:
         pipe.train_step(*make_batch(int(dist.get_rank() == 3)))
-    return str(told.value)
+    return [str(modules.value), str(inputs.value)]
 
 
 @pytest.mark.thorough
-def test_a_tensor_group_passes_one_batch(gloo: Pool) -> None:
-    told = gloo.run(pass_other_inputs, ranks=4)
+def test_all_ranks_divide_alike_and_a_tensor_group_passes_one_batch(gloo: Pool) -> None:
+    modules, inputs = zip(*gloo.run(differ, ranks=4), strict=True)
+    assert all("tensor=4 divided modules" in told for told in modules)
     for member in (2, 3):
-        assert "(rank 1, tensor 1) passed other inputs to step 0 than process 2 (rank 1, tensor 0)" in told[member]
+        assert "(rank 1, tensor 1) passed other inputs to step 0 than process 2 (rank 1, tensor 0)" in inputs[member]
 
 
 class Mixes(Parts, dim=GIVEN):
