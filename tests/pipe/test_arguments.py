@@ -128,11 +128,6 @@ def test_float16_has_a_loss_scale_of_its_own() -> None:
         tiny(precision="fp16", optimizer=None).forward_backward(X, Y)
 
 
-class Uncopyable(nn.Linear):
-    def __deepcopy__(self, memo: object) -> Uncopyable:
-        raise RuntimeError("not to be copied")
-
-
 def count_verifications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     runs: list[int] = []
     run = plain.PlainModule.run
@@ -155,20 +150,6 @@ def test_the_first_batch_is_verified_by_default(monkeypatch: pytest.MonkeyPatch)
     unverified = tiny(verify=False)
     assert [unverified.train_step(X, Y).loss for _ in range(2)] == [first, second]
     assert len(runs) == 1
-
-
-@pytest.mark.parametrize("verify", ["first", True])
-def test_where_a_copy_cannot_be_had_only_the_default_goes_on(verify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = count_verifications(monkeypatch)
-    model = nn.Sequential(Uncopyable(4, 4), nn.Linear(4, 4))
-    options: dict[str, Any] = {"loss_fn": F.mse_loss, "optimizer": torch.optim.SGD, "mesh": {"pipe": 2}}
-    pipe = sw.PipelineModule(model, verify=verify, **options)
-    if verify is True:
-        with pytest.raises(ValueError, match=r"not to be copied.*verify=False"):
-            pipe.train_step(X, Y)
-    else:
-        assert pipe.train_step(X, Y).loss is not None
-    assert not runs
 
 
 def test_a_large_model_is_not_verified_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,6 @@ from support.reruns import WORDS, M, X, Y, equals_one_process, made, pipeline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stagewright.partition import Cluster, Node, Profile
-from stagewright.partition import plan as make_plan
-from stagewright.pipe import PipelineModule
-
 # --- results that a policy keeps, changed through tensors that count no version of theirs ---
 
 
@@ -307,13 +303,6 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 def test_mistakes(recompute: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pipeline(nn.Sequential(Unused(), Unused()).double(), recompute)
-
-
-def test_a_plan_has_its_own_recomputation() -> None:
-    profile = Profile(nodes=[Node(name="0", forward_seconds=1.0, backward_seconds=2.0)])
-    plan = make_plan(profile, Cluster.from_levels([(1, 1e9)]), global_batch=1)
-    with pytest.raises(ValueError, match=r"recompute= together with a plan"):
-        PipelineModule(nn.Sequential(nn.Linear(D, D)), schedule=plan, recompute={"*": "full"}, loss_fn=F.mse_loss)
 
 
 class Inner(Parts, linear=lambda: nn.Linear(D, D), runs=0):
