@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.alone import train_alone
 from support.failing import Told, Trip, raise_key_error, told
 from support.parts import Parts
 from support.pool import Pool
@@ -215,15 +216,7 @@ class Gate(Parts, first=lambda: layers(3), last=lambda: layers(3)):
 
 def plain_losses(kind: type[nn.Module] | None) -> list[float]:
     torch.manual_seed(0)
-    model = layers() if kind is None else kind()
-    optimizer, losses = sgd(list(model.parameters())), []
-    for _ in range(3):
-        loss = F.mse_loss(model(X), Y)
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return losses
+    return train_alone(layers() if kind is None else kind(), [(X, Y)] * 3, sgd).losses
 
 
 @pytest.mark.thorough(but=["integers-None"])

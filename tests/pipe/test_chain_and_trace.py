@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from support.alone import same_gradients
 from support.cuts import WIDTH, Counting, Layers, X, Y, agree_with_one_process, linear, loss_of
-from support.models import token_loss
 from support.parts import Parts
 from support.plain import batch as plain_batch
 from support.plain import linear as narrow
@@ -241,57 +240,32 @@ def test_a_recorded_model_is_recorded_again_for_another_batch_size(size: int) ->
     assert pipe.forward_backward(x, y).loss == pytest.approx(expected, abs=1e-12)
 
 
-VOCABULARY, DENSE_WIDTH, BLOCKS, MICROBATCHES = 11, 8, 6, 4
+BLOCKS, MICROBATCHES = 6, 4
 
 
-class Block(nn.Module):
-    """Reads a learned mean of all outputs so far."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.randn(number))
-        self.norm = nn.LayerNorm(DENSE_WIDTH)
-        self.attention = nn.MultiheadAttention(DENSE_WIDTH, 2, batch_first=True)
-        self.mlp = nn.Sequential(
-            nn.Linear(DENSE_WIDTH, 2 * DENSE_WIDTH), nn.GELU(), nn.Linear(2 * DENSE_WIDTH, DENSE_WIDTH)
-        )
+class Reads(Parts, layer=linear):
+    """Reads all outputs so far."""
 
     def forward(self, before: list[Tensor]) -> Tensor:
-        shares = torch.softmax(self.weights, 0)
-        x = self.norm(sum(share * each for share, each in zip(shares, before, strict=True)))
-        h, _ = self.attention(x, x, x, need_weights=False)
-        return self.mlp(x + h)
+        return self.layer(torch.stack(before).mean(0))
 
 
-class DenseGPT(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, DENSE_WIDTH)
-        self.blocks = nn.ModuleList([Block(i + 1) for i in range(BLOCKS)])
-        self.head = nn.Linear(DENSE_WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        outputs = [self.embedding(tokens)]
+class Dense(Parts, first=linear, blocks=lambda: nn.ModuleList(Reads() for _ in range(BLOCKS)), head=linear):
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [self.first(x)]
         for block in self.blocks:
             outputs.append(block(outputs))
         return self.head(outputs[-1])
 
 
-def make_model() -> DenseGPT:
-    torch.manual_seed(0)
-    return DenseGPT().double()
+def batch(samples: int = 2 * MICROBATCHES) -> tuple[Tensor, Tensor]:
+    return plain_batch(0, WIDTH, samples=samples)
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(VOCABULARY, (2 * MICROBATCHES, 6), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
+def make_pipe(**options: Any) -> PipelineModule:
     settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": MICROBATCHES, "timeout": 120.0}
-    settings |= {"loss_fn": token_loss, "optimizer": sgd, "example_inputs": batch(0)[:1]}
-    return PipelineModule(model, **records(**(settings | options)))
+    settings |= {"loss_fn": F.mse_loss, "optimizer": sgd, "example_inputs": batch()[:1]}
+    return PipelineModule(Dense().double(), **records(**(settings | options)))
 
 
 class CountingTransport:
@@ -325,11 +299,11 @@ def test_each_tensor_crosses_each_pair_of_ranks_once(
 ) -> None:
     counting = CountingTransport(monkeypatch, InProcessTransport)
     options = {"schedule": "interleaved", "num_chunks": num_chunks} if num_chunks > 1 else {}
-    # Stages begin at blocks 1, 2, ...: the embedding stands beside block 0, the head beside the last one.
+    # Stages begin at blocks 1, 2, ...: the first layer stands beside block 0, the head beside the last one.
     starts = [f"blocks.{i * BLOCKS // (num_ranks * num_chunks)}" for i in range(1, num_ranks * num_chunks)]
-    make_pipe(make_model(), mesh={"pipe": num_ranks}, cut=starts, **options).train_step(*batch(0))
+    make_pipe(mesh={"pipe": num_ranks}, cut=starts, **options).train_step(*batch())
     rank_of = {i: (i * num_ranks * num_chunks // BLOCKS) % num_ranks for i in range(BLOCKS)}
-    made_on = [0, *(rank_of[i] for i in range(BLOCKS))]  # rank of output j: the embedding's, then the blocks'
+    made_on = [0, *(rank_of[i] for i in range(BLOCKS))]  # rank of output j: the first layer's, then the blocks'
     wanted: Counter[tuple[str, int, int]] = Counter()
     for j, rank in enumerate(made_on):
         for other in {rank_of[i] for i in range(j, BLOCKS)} - {rank}:  # block i reads the outputs 0 .. i
@@ -342,9 +316,8 @@ def test_each_tensor_crosses_each_pair_of_ranks_once(
 @pytest.mark.thorough
 def test_freed_behind_the_last_consumer(monkeypatch: pytest.MonkeyPatch) -> None:
     counting = CountingTransport(monkeypatch, InProcessTransport)
-    pipe = make_pipe(make_model(), schedule="interleaved", num_chunks=3, num_microbatches=8)
-    tokens, targets = (torch.cat([one, one]) for one in batch(0))
-    pipe.train_step(tokens, targets)
+    pipe = make_pipe(schedule="interleaved", num_chunks=3, num_microbatches=8)
+    pipe.train_step(*batch(16))
     assert counting.microbatches_alive() == 0
     assert counting.most_alive <= 4  # of eight
 

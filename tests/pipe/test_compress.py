@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.alone import Alone, near, train_piped
+from support.alone import Alone, near, train_alone, train_piped
 from support.inside import choose, pack, unpack
 from support.parts import Parts
 from support.pool import Pool
@@ -64,22 +64,17 @@ def boundary(codec: Codec) -> Callable[[Tensor], Tensor]:
 
 def plain(codecs: dict[int, Codec]) -> tuple[list[float], list[Tensor]]:
     """Losses and weights of one process that packs behind these units."""
-    model = nn.ModuleList(units())
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    between, losses = {unit: boundary(codec) for unit, codec in codecs.items()}, []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        total = 0.0
-        for x, y in zip(*(each.chunk(M) for each in batch(step)), strict=True):
-            for unit, module in enumerate(model):
-                x = module(x)
-                x = between[unit](x) if unit in between else x
-            loss = F.mse_loss(x, y) / M
-            loss.backward()
-            total += float(loss.detach())
-        optimizer.step()
-        losses.append(total)
-    return losses, [p.detach() for p in model.parameters()]
+    between = {unit: boundary(codec) for unit, codec in codecs.items()}
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        for unit, module in enumerate(model):
+            x = module(x)
+            x = between[unit](x) if unit in between else x
+        return F.mse_loss(x, y)
+
+    momentum = partial(torch.optim.SGD, lr=LR, momentum=0.9)
+    found = train_alone(nn.ModuleList(units()), map(batch, range(STEPS)), momentum, parts=M, loss_of=loss_of)
+    return found.losses, [*found.state.values()]
 
 
 def make(compress: object, **options: Any) -> PipelineModule:

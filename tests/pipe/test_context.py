@@ -193,27 +193,6 @@ def test_a_stream_goes_on_from_its_checkpoint_under_another_size(gloo: Pool, tmp
         assert difference < 1e-12
 
 
-def _padded() -> float:
-    """Eleven tokens over two members, as the page pads them: the largest difference of a loss or gradient."""
-    tokens, targets = batch(length=T - 1)
-    plain, model = chain(), chain()
-    total, count = counted_loss(plain(tokens), targets)
-    (total / count).backward()
-    padded = F.pad(tokens, (0, 1)), F.pad(targets, (0, 1))  # counted_loss leaves targets of 0 out
-    with PipelineModule(model, mesh={"pipe": 1, "context": 2}, loss_fn=counted_loss, num_microbatches=2) as pipe:
-        found = pipe.forward_backward(*padded).loss or math.nan
-    pairs = zip(plain.parameters(), model.parameters(), strict=True)
-    gradients = [
-        (one.grad - other.grad).abs().max() for one, other in pairs if one.grad is not None and other.grad is not None
-    ]
-    return max(abs(found - (total / count).item()), *map(float, gradients))
-
-
-@pytest.mark.thorough
-def test_a_length_that_members_do_not_divide_is_exact_as_the_page_pads_it(gloo: Pool) -> None:
-    assert max(gloo.run(_padded, ranks=2)) < 1e-12
-
-
 class _Across(Parts, conv=lambda: nn.Conv1d(8, 8, 3, padding=1)):
     """A convolution over the sequence, which sees its neighbours."""
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import small
-from support.alone import near, train_alone, train_piped
+from support.alone import near, train_alone
 from support.async_pipeline import run
 from support.async_reference import UNEVEN, AsyncCase, agree
 from support.inside import on_ranks, replicate
@@ -54,18 +54,6 @@ def make_pipe(model: nn.Module, *, num_data: int = 2, **options: Any) -> Pipelin
         "timeout": 120.0,
     }
     return PipelineModule(model, **records(**(settings | options)))
-
-
-@pytest.mark.thorough(but=["gpipe-sum-and-count"])
-@pytest.mark.parametrize("loss_fn", [F.mse_loss, masked], ids=["mean", "sum-and-count"])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_in_one_process_the_batch_is_shared_out(name: str, loss_fn: Any) -> None:
-    batches = [batch(seed, samples=13) for seed in range(3)]
-    pipe = make_pipe(make_model(), schedule=name, loss_fn=loss_fn)
-    found, wanted = train_piped(pipe, batches), train_alone(make_model(), batches, momentum, loss_fn=loss_fn)
-    near([found.losses, found.state], [wanted.losses, wanted.state])
-    assert pipe.num_ranks == 4
-    assert pipe.schedule.num_microbatches == 6
 
 
 SIZES = ((6, 6), (7, 4), (3, 9))  # samples of each replica, by step

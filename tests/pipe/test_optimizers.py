@@ -14,7 +14,7 @@ from support.async_pipeline import run
 from support.async_reference import UNEVEN, AsyncCase, agree
 from support.failing import refusal
 from support.grids import one_in
-from support.inside import SameOptions, StageOptimizers
+from support.inside import SameOptions
 from support.pool import Pool
 from support.small import X, Y, layers, make, sgd, stream
 from torch import nn
@@ -388,19 +388,3 @@ def test_float16_is_refused_by_name_without_a_loss_scale() -> None:
     make(model=layers().bfloat16(), example_inputs=None).train_step(X.bfloat16(), Y.bfloat16())
     nothing_trains = make(model=layers().half(), example_inputs=None, loss_fn=None, optimizer=None)
     assert nothing_trains.predict(X.half()).dtype is torch.float16  # type: ignore[union-attr]
-
-
-class _Own(torch.optim.SGD):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "reason"),
-    [(_Own, "separable = 'elements' of its class"), (torch.optim.Muon, "it needs whole parameters")],
-)
-def test_an_optimizer_that_tensor_groups_cannot_divide_is_told_why(optimizer: Any, reason: str) -> None:
-    named = [("up.weight", nn.Parameter(torch.ones(4, 4)))]
-    held = StageOptimizers(0, named, optimizer, None, where="stage 0", model=[id(named[0][1])])
-    with pytest.raises(ValueError, match=r"'up\.weight', which a group divides") as caught:
-        held.refuse_to_divide({"up.weight"})
-    assert reason in str(caught.value)

@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.alone import train_alone
 from support.experts import WIDTH, Listed, Stacked, batch, model
 from support.inside import Exchanges, Seeder
 from support.parts import GIVEN, Parts
@@ -101,18 +103,11 @@ def _trained(schedule: Any, kind: str, options: dict[str, Any]) -> tuple[list[fl
         return losses, pipe.full_state_dict(), results[-1].timeline()
 
 
-def _plain(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    plain = model(*_layers(kind))
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
-    losses = []
-    for step in range(3):
-        x, y = (torch.cat(both) for both in zip(*(batch(replica, step) for replica in range(2)), strict=True))
-        loss = F.mse_loss(plain(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, plain.state_dict()
+def _plain() -> tuple[list[float], dict[str, torch.Tensor]]:
+    batches = (zip(*(batch(replica, step) for replica in range(2)), strict=True) for step in range(3))
+    optimizer = partial(torch.optim.SGD, lr=0.05)
+    found = train_alone(model(*_layers("plain")), (map(torch.cat, each) for each in batches), optimizer)
+    return found.losses, found.state
 
 
 def _differences(found: Any, expected: Any) -> float:
@@ -124,7 +119,7 @@ def _differences(found: Any, expected: Any) -> float:
 @pytest.mark.filterwarnings("ignore:the schedule splits the backward")  # experts give little to W
 @pytest.mark.parametrize("name", ["dualpipe-v", "dualpipe"])
 def test_in_one_process_pairs_run_one_after_the_other(name: str) -> None:
-    expected, own = _plain("plain"), model(*_layers("plain"))
+    expected, own = _plain(), model(*_layers("plain"))
     with PipelineModule(
         own,
         schedule=_schedule(name),
@@ -150,7 +145,7 @@ def test_in_one_process_pairs_run_one_after_the_other(name: str) -> None:
 )
 def test_pairs_train_as_one_process(gloo: Pool, name: str, options: dict[str, Any]) -> None:
     """One after the other where they do not overlap, as with recompute=."""
-    expected = _plain("plain")
+    expected = _plain()
     for found in gloo.run(_trained, ranks=4, args=(_schedule(name), "plain", options)):
         assert _differences(found, expected) < 1e-10
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,11 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.alone import near
 from support.inside import B, Constraints, F, I, SoFar, U, W, in_flight, in_order
 from support.plain import MICROBATCHES, agree, batch, linear, made, piped, sgd
-from support.pool import Pool
 from support.records import records
 from support.reference import gradients
 from torch import Tensor, nn
@@ -226,9 +223,6 @@ def test_rules_functions_and_filters_are_schedules(tmp_path: Path, monkeypatch: 
         PipelineModule(made(chain), schedule="nowhere.py:f", loss_fn=mse_loss)
 
 
-Grads = dict[str, torch.Tensor]
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -262,55 +256,24 @@ def stage_module(index: int, num_stages: int) -> nn.Module:
     return model
 
 
-def theirs(kind: Any, num_stages: int) -> tuple[float | None, Grads]:
-    """Loss, on the rank that has it, and gradients of this rank."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    x, y = data()
-    stages = [
-        PipelineStage(stage_module(index, num_stages), index, num_stages, torch.device("cpu"))
-        for index in range(rank, num_stages, size)
-    ]
-    several = num_stages > size
-    schedule = kind(stages if several else stages[0], n_microbatches=M, loss_fn=nn.functional.mse_loss)
-    losses: list[torch.Tensor] = []
-    inputs = (x,) if rank == 0 else ()
-    last = {"target": y, "losses": losses} if rank == size - 1 else {}
-    schedule.step(*inputs, **last)
-    loss = torch.stack(losses).mean().item() if losses else None
-    return loss, {name: x for stage in stages for name, x in gradients(stage.submod).items()}
+def train(model: Any, **options: Any) -> float | None:
+    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": M, "loss_fn": nn.functional.mse_loss}
+    return PipelineModule(model, **(settings | options)).forward_backward(*data()).loss
 
 
-def ours(kind: Any, num_stages: int) -> tuple[float | None, Grads]:
-    """The whole model on each rank, in place of stages; the same schedule, step for step."""
-    x, y = data()
-    model = Model()
-    cut = {f"layers.{number}": SplitPoint.BEGINNING for number in range(4 // num_stages, 4, 4 // num_stages)}
-    pipe = PipelineModule(model, cut=cut, schedule=kind, num_microbatches=M, loss_fn=nn.functional.mse_loss)
-    loss = pipe.forward_backward(x, y).loss
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the other stages' gradients, which are None here
-        return loss, gradients(model)
-
-
-@pytest.mark.thorough(but=["ScheduleGPipe-2"])
 @pytest.mark.parametrize(
     ("kind", "num_stages"),
     [(Schedule1F1B, 2), (ScheduleGPipe, 2), (ScheduleInterleaved1F1B, 4)],
     ids=lambda it: getattr(it, "__name__", it),
 )
-def test_a_script_that_moves_over_trains_equally(gloo: Pool, kind: Any, num_stages: int) -> None:
-    before = gloo.run(theirs, ranks=2, args=(kind, num_stages))
-    after = gloo.run(ours, ranks=2, args=(kind, num_stages))
-    assert after[0][0] == pytest.approx(before[1][0], abs=1e-14)
-    assert after[1][0] == after[0][0]
-    for (_, expected), (_, found) in zip(before, after, strict=True):
-        assert found.keys() == expected.keys()
-        near(found, expected, atol=1e-14)
-
-
-def train(model: Any, **options: Any) -> float | None:
-    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": M, "loss_fn": nn.functional.mse_loss}
-    return PipelineModule(model, **(settings | options)).forward_backward(*data()).loss
+def test_classes_of_schedules_and_split_points_of_torch_are_taken(kind: Any, num_stages: int) -> None:
+    """As where a script moves over, with the whole model in place of its stages."""
+    cut = {f"layers.{number}": SplitPoint.BEGINNING for number in range(4 // num_stages, 4, 4 // num_stages)}
+    model, plain, (x, y) = Model(), Model(), data()
+    expected = nn.functional.mse_loss(plain(x), y)
+    expected.backward()
+    assert train(model, cut=cut, schedule=kind) == pytest.approx(expected.item(), abs=1e-14)
+    near(gradients(model), gradients(plain), atol=1e-14)
 
 
 def stage(module: nn.Module | None, index: int, num_stages: int) -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.alone import near
+from support.alone import near, train_alone, train_piped
 from support.parts import Parts
 from support.plain import batch
 from support.pool import Pool
@@ -102,20 +103,12 @@ def test_casts_of_weights_are_not_older_than_the_weights() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_bfloat16_parameters(schedule: str) -> None:
-    model = layers().bfloat16()
-    plain = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    options: dict[str, Any] = {"schedule": schedule, "example_inputs": None, "max_grad_norm": 0.1}
-    with make(model=model, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01), **options) as pipe:
-        for _ in range(3):
-            result = pipe.train_step(X.bfloat16(), Y.bfloat16())
-            for x, y in zip(X.bfloat16().tensor_split(M), Y.bfloat16().tensor_split(M), strict=True):
-                (F.mse_loss(plain(x), y) / M).backward()
-            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-            assert result.grad_norm == pytest.approx(norm.item(), rel=1e-2)
-            optimizer.step()
-            optimizer.zero_grad()
-        near(pipe.full_state_dict(), plain.state_dict(), rtol=0.02, atol=1e-3)
+    model, batches, adamw = layers().bfloat16(), [(X.bfloat16(), Y.bfloat16())] * 3, partial(torch.optim.AdamW, lr=0.01)
+    plain = train_alone(copy.deepcopy(model), batches, adamw, parts=M, clip=0.1)
+    pipe = make(model=model, optimizer=adamw, schedule=schedule, example_inputs=None, max_grad_norm=0.1)
+    found = train_piped(pipe, batches)
+    assert found.norms == pytest.approx(plain.norms, rel=1e-2)
+    near(found.state, plain.state, rtol=0.02, atol=1e-3)
 
 
 # --- the global norm ---
@@ -190,7 +183,6 @@ def test_norm_types_that_there_are_not() -> None:
 
 
 MESH_WIDTH, STEPS = 4, 4
-PIPE, DATA = {"pipe": 2, "tensor": 2}, {"data": 2, "tensor": 2}
 AT = (2, 1)  # the step and the process in which one member's part of a gradient overflows
 
 
@@ -241,42 +233,36 @@ def plain_norms() -> list[float]:
     return found
 
 
-def plain_state(*, delay: int, skipped: int | None) -> tuple[dict[str, Tensor], list[float]]:
+def plain_state() -> tuple[dict[str, Tensor], list[float]]:
     """With clipping, without the update of the step that overflows; norms of the others."""
     made, norms = model(), []
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
-    versions = [copy.deepcopy(made.state_dict())]
     for step in range(STEPS):
-        used = model()
-        used.load_state_dict(versions[max(step - delay, 0)])
-        F.mse_loss(used(batch(step, MESH_WIDTH)[0]), batch(step, MESH_WIDTH)[1]).backward()
-        if step != skipped:
-            for own, leaf in zip(made.parameters(), used.parameters(), strict=True):
-                own.grad = leaf.grad
+        optimizer.zero_grad()
+        F.mse_loss(made(batch(step, MESH_WIDTH)[0]), batch(step, MESH_WIDTH)[1]).backward()
+        if step != AT[0]:
             norms.append(nn.utils.clip_grad_norm_(made.parameters(), 0.1).item())
             optimizer.step()
-        versions.append(copy.deepcopy(made.state_dict()))
-    return versions[-1], norms
+    return made.state_dict(), norms
 
 
-def piped(schedule: str, mesh: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
+def piped() -> dict[str, Any]:
     """One process of the mesh."""
-    num_replicas = mesh.get("data", 1)
-    replica = dist.get_rank() // 2 % num_replicas
+    replica = dist.get_rank() // 2
     settings: dict[str, Any] = {
-        "mesh": mesh,
+        "mesh": {"data": 2, "tensor": 2},
+        "data_parallel": "zero1",
         "tensor_parallel": {"*.up": "column", "*.down": "row"},
-        "num_microbatches": M // num_replicas,
+        "num_microbatches": M // 2,
         "loss_fn": F.mse_loss,
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     }
 
     def own(step: int) -> list[Tensor]:
-        return [each.chunk(num_replicas)[replica] for each in batch(step, MESH_WIDTH)]
+        return [each.chunk(2)[replica] for each in batch(step, MESH_WIDTH)]
 
     norms = []
-    if schedule != "2bw":
-        pipe = PipelineModule(model(), **records(schedule=schedule, example_inputs=own(0)[:1], **(settings | options)))
+    with PipelineModule(model(), **records(schedule="1f1b", example_inputs=own(0)[:1], **settings)) as pipe:
         for norm_type in NORMS:
             pipe.forward_backward(*own(0))
             norms.append(pipe.clip_grad_norm_(1e9, norm_type))
@@ -284,44 +270,30 @@ def piped(schedule: str, mesh: dict[str, int], options: dict[str, Any]) -> dict[
             assert pipe.clip_grad_norm_(1e9, norm_type) == pytest.approx(norms[-1] / 2, rel=1e-4)
             for parameter in pipe.parameters():
                 parameter.grad = None
-        pipe.close()
-    made, own_scaler = model(), None if schedule == "2bw" else scaler()
-    pipe = PipelineModule(
-        made, **records(schedule=schedule, max_grad_norm=0.1, grad_scaler=own_scaler, **(settings | options))
-    )
-    results = []
-    for step in range(STEPS):
-        made[0].is_bad = own_scaler is not None and (step, dist.get_rank()) == AT
-        results.append(pipe.train_step(*own(step)))
-        made[0].is_bad = False
-    results += pipe.flush()
-    known = {result.loss_step: result for result in results}
-    found = {
-        "norms": norms,
-        "state": pipe.full_state_dict(),
-        "skipped": [known[step].skipped for step in range(STEPS)],
-        "grad_norms": [known[step].grad_norm for step in range(STEPS)],
-        "scale": None if own_scaler is None else own_scaler.get_scale(),
-    }
-    pipe.close()
-    return found
-
-
-ZERO1: dict[str, Any] = {"data_parallel": "zero1"}
+    made, own_scaler, results = model(), scaler(), []
+    scaled = records(schedule="1f1b", max_grad_norm=0.1, grad_scaler=own_scaler, **settings)
+    with PipelineModule(made, **scaled) as pipe:
+        for step in range(STEPS):
+            made[0].is_bad = (step, dist.get_rank()) == AT
+            results.append(pipe.train_step(*own(step)))
+            made[0].is_bad = False
+        return {
+            "norms": norms,
+            "state": pipe.full_state_dict(),
+            "skipped": [result.skipped for result in results],
+            "grad_norms": [result.grad_norm for result in results],
+            "scale": own_scaler.get_scale(),
+        }
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("schedule", "mesh", "options"), [("1f1b", DATA, ZERO1), ("2bw", PIPE, {})], ids=str)
-def test_four_processes(gloo: Pool, schedule: str, mesh: dict[str, int], options: dict[str, Any]) -> None:
-    """One tensor member's part of a gradient overflows, in one replica of one stage: nobody updates."""
-    skipped = None if schedule == "2bw" else AT[0]
-    state, norms = plain_state(delay=int(schedule == "2bw"), skipped=skipped)
-    for found in gloo.run(piped, ranks=4, args=(schedule, mesh, options)):
-        if found["norms"]:
-            assert found["norms"] == pytest.approx(plain_norms(), rel=1e-11)
-        assert found["skipped"] == [step == skipped for step in range(STEPS)]
-        assert [norm for step, norm in enumerate(found["grad_norms"]) if step != skipped] == pytest.approx(norms)
-        if skipped is not None:
-            assert not math.isfinite(found["grad_norms"][skipped])
-            assert found["scale"] == 1024.0  # grew behind two updates, shrank behind the skipped one
+def test_four_processes(gloo: Pool) -> None:
+    """One tensor member's part of a gradient overflows, in one replica: nobody updates."""
+    state, norms = plain_state()
+    for found in gloo.run(piped, ranks=4):
+        assert found["norms"] == pytest.approx(plain_norms(), rel=1e-11)
+        assert found["skipped"] == [step == AT[0] for step in range(STEPS)]
+        assert [norm for step, norm in enumerate(found["grad_norms"]) if step != AT[0]] == pytest.approx(norms)
+        assert not math.isfinite(found["grad_norms"][AT[0]])
+        assert found["scale"] == 1024.0  # grew behind two updates, shrank behind the skipped one
         near(found["state"], state, atol=1e-11)

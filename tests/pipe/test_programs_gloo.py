@@ -191,20 +191,17 @@ def parts(batch: Batch) -> list[Batch]:
     return [{key: value[k * size : (k + 1) * size] for key, value in batch.items()} for k in range(M)]
 
 
-def plain(case: Case) -> tuple[nn.Module, float]:
-    """The model with its gradients, and the loss, by microbatches.
+def plain(case: Case, weight: str = "labels") -> tuple[nn.Module, float]:
+    """The model with its gradients, and the loss, by microbatches, which weigh as many labels as they have, or samples.
 
     The packages compute some things in float32 whatever the model is in, and so to other digits in a whole batch.
     """
-    model, whole = case.make(), case.batch()
-    counts = [int((each["labels"][..., case.unlabelled :] != -100).sum()) for each in parts(whole)]
-    total = 0.0
-    for each, count in zip(parts(whole), counts, strict=True):
-        loss = model(**each).loss.double() * (count / sum(counts))
+    model, total = case.make(), 0.0
+    counts = [int((each["labels"][..., case.unlabelled :] != -100).sum()) for each in parts(case.batch())]
+    for each, count in zip(parts(case.batch()), counts, strict=True):
+        loss = model(**each).loss.double() * (1 / M if weight == "samples" else count / sum(counts))
         loss.backward()
         total += loss.item()
-    assert len(set(counts)) > 1 or "pixel_values" in whole  # microbatches weigh differently
-    assert total == pytest.approx(case.make()(**whole).loss.item(), rel=1e-6)
     return model, total
 
 
@@ -215,6 +212,9 @@ def test_transformers(name: str) -> None:
     pytest.importorskip("transformers")
     case = TRANSFORMERS[name]
     expected, loss = plain(case)
+    assert loss == pytest.approx(case.make()(**case.batch()).loss.item(), rel=1e-6)
+    counts = {int((each["labels"] != -100).sum()) for each in parts(case.batch())}
+    assert len(counts) > 1 or "pixel_values" in case.batch()  # microbatches weigh differently
     model = case.make()
     pipe = make_pipe(model, ranks=2)
     assert pipe.forward_backward(**case.batch()).loss == pytest.approx(loss, rel=1e-13)
@@ -227,25 +227,12 @@ def test_transformers(name: str) -> None:
     torch.testing.assert_close(output.logits, whole.logits, rtol=1e-6, atol=1e-6)
 
 
-def checked(name: str) -> tuple[nn.Module, float]:
-    """A model whose code checks values, with its gradients, and the loss, by microbatches."""
-    case, weight = CHECKING[name]
-    model, total = case.make(), 0.0
-    counts = [int((each["labels"][:, case.unlabelled :] != -100).sum()) for each in parts(case.batch())]
-    shares = [1 / M] * M if weight == "samples" else [count / sum(counts) for count in counts]
-    for each, share in zip(parts(case.batch()), shares, strict=True):
-        loss = model(**each).loss.double() * share
-        loss.backward()
-        total += loss.item()
-    return model, total
-
-
 @pytest.mark.thorough(but=["llava", "wav2vec2"])
 @pytest.mark.parametrize("name", CHECKING)
 def test_checks_and_collected_values(name: str) -> None:
     pytest.importorskip("transformers")
     case, weight = CHECKING[name]
-    (expected, total), model = checked(name), case.make()
+    (expected, total), model = plain(case, weight), case.make()
     pipe = make_pipe(model, ranks=2, loss_weight=weight)
     assert pipe.forward_backward(**case.batch()).loss == pytest.approx(total, rel=1e-13)
     compare(model, expected)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import small
+from support.failing import refusal
 from support.inside import Topology, separable
 from support.parts import Parts
 from support.pool import Pool
@@ -27,13 +28,9 @@ from stagewright.pipe import Mesh, PipelineModule
 
 
 def refused(mistakes: list[dict[str, Any]]) -> list[str]:
-    told = []
-    for options in mistakes:
-        given: dict[str, Any] = {"optimizer": sgd, "mesh": {"pipe": 1, "data": 2}, "example_inputs": (X,)} | options
-        with pytest.raises(ValueError, match="xpected") as error:
-            PipelineModule(even(), **records(loss_fn=F.mse_loss, timeout=120.0, num_microbatches=2, **given))
-        told.append(str(error.value))
-    return told
+    given: dict[str, Any] = {"optimizer": sgd, "mesh": {"pipe": 1, "data": 2}, "example_inputs": (X,)}
+    given |= {"loss_fn": F.mse_loss, "timeout": 120.0, "num_microbatches": 2}
+    return [refusal(lambda own=own: PipelineModule(even(), **records(**given | own))) for own in mistakes]
 
 
 class Together(torch.optim.SGD):

@@ -1,8 +1,7 @@
 """Sums of gradients over processes beside the backwards that follow: issued where they stand, exact; and packed ones.
 
 Two data replicas of two ranks with two stages each, whose weights are tied crosswise: rank 0 is through with stage 2
-first and rank 1 with stage 3, so that 1+2 and 0+3 are ready in opposite orders. PowerSGD beside torch's, other codecs
-beside a plain process.
+first and rank 1 with stage 3, so that 1+2 and 0+3 are ready in opposite orders. Codecs beside a plain process.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from support.alone import near, train_alone
 from support.failing import refusal
@@ -21,9 +19,7 @@ from support.inside import (
     ALONE_BYTES,
     BUCKET_BYTES,
     SharedSum,
-    begin_packed_sum,
     buckets_of,
-    orthonormal,
     pack,
     start_matrix,
     unpack,
@@ -34,29 +30,13 @@ from support.pool import Pool
 from support.records import records
 from support.small import sgd
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 import stagewright as sw
-from stagewright.comm import Codec, Collectives, LinkCodecs, MeshPlace, PeerLost, ProcessMesh, TensorSpec, World
+from stagewright.comm import Codec, Collectives, PeerLost, TensorSpec
 from stagewright.pipe import NonFiniteLossError, PipelineModule
 
 WIDTH = 5
 SIZES = ((6, 6), (7, 4), (3, 9))  # samples by step and replica
-
-
-class Branch(nn.Module):
-    """Another weight for batches that begin above zero, and one that nobody uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.above, self.below, self.unused = (nn.Parameter(torch.full((WIDTH,), 1.5)) for _ in range(3))
-        self.only_in_replica_0 = nn.Parameter(torch.full((WIDTH,), 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if bool(x[0, 0] > 0):
-            return x * self.above + self.only_in_replica_0
-        return x * self.below
 
 
 def tied_model() -> nn.Sequential:
@@ -64,15 +44,11 @@ def tied_model() -> nn.Sequential:
     torch.manual_seed(0)
     linears = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
     linears[3].weight, linears[2].weight = linears[0].weight, linears[1].weight
-    first = nn.Sequential(Branch(), linears[0])
-    return nn.Sequential(first, *(nn.Sequential(linear, nn.Tanh()) for linear in linears[1:])).double()
+    return nn.Sequential(*(nn.Sequential(linear, nn.Tanh()) for linear in linears)).double()
 
 
 def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
-    """Samples of replica 0 begin above zero in steps 0 and 2, those of replica 1 never."""
-    x, y = batch(10 * step + replica, WIDTH, samples=SIZES[step][replica])
-    x[:, 0] = x[:, 0].abs() * (1 if replica == 0 and step != 1 else -1)
-    return x, y
+    return batch(10 * step + replica, WIDTH, samples=SIZES[step][replica])
 
 
 def two_replicas(model: nn.Module) -> PipelineModule:
@@ -105,12 +81,8 @@ def through_a_bad_batch() -> list[float | None]:
 def test_a_batch_that_is_given_up_leaves_no_sum_behind(gloo: Pool) -> None:
     answers = gloo.run(through_a_bad_batch, ranks=4)
 
-    def loss_of(model: nn.Module, step: Tensor, _: Tensor) -> Tensor:
-        parts = [batch_of(int(step), replica) for replica in range(2)]  # one after the other: a forward has one branch
-        return torch.stack([F.mse_loss(model(x), y) * len(x) for x, y in parts]).sum() / sum(SIZES[int(step)])
-
-    steps = [(torch.tensor([step]), torch.tensor([step])) for step in (0, 2)]
-    losses, _, state = train_alone(tied_model(), steps, sgd, loss_of=loss_of)
+    both = (zip(*(batch_of(step, replica) for replica in range(2)), strict=True) for step in (0, 2))
+    losses, _, state = train_alone(tied_model(), (map(torch.cat, columns) for columns in both), sgd)
     for answer in answers:
         near(answer, [losses[0], None, losses[1], *(float(value.sum()) for value in state.values())], atol=1e-11)
 
@@ -270,89 +242,14 @@ def test_large_gradients_have_a_bucket_each() -> None:
     assert [len(bucket) for bucket in buckets_of(many)] == [n * BUCKET_BYTES // ALONE_BYTES for n in (2, 1)]
 
 
-RANK, STEPS = 2, 4
-KEPT: list[Any] = []  # torch's futures may drop a group last, on one of its own threads, which cannot end it
-SHAPES = {"up": (8, 12), "bias": (12,), "cube": (6, 3, 3)}
-
-
-def gradient(step: int, replica: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(100 + 10 * step + replica)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
-
-
-class Given(nn.Module):
-    """Weights whose gradients are those that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        zeros = {name: nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in SHAPES.items()}
-        self.weights = nn.ParameterDict(zeros)
-
-    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
-        return sum(((self.weights[name] * each).sum() for name, each in gradients.items()), torch.zeros(()))
-
-
-def with_our_starts(state, bucket):  # torch reads annotations, and wants no text
-    """torch's hook, with the memory that it would have behind an earlier step."""
-    if state.iter == state.start_powerSGD_iter and not state.q_memory_dict:
-        matrices = [each.view(len(each), -1) for each in bucket.gradients() if each.dim() > 1]
-        state.q_memory_dict[0] = torch.cat([start_matrix(each, RANK).reshape(-1) for each in matrices])
-        state.p_memory_dict[0] = torch.zeros(sum(RANK * len(each) for each in matrices), dtype=torch.float64)
-    return powerSGD_hook(state, bucket)
-
-
-def by_torch(replica: int) -> list[dict[str, Tensor]]:
-    """Means of DistributedDataParallel with its hook, which sums exactly in the first two steps: zeros here."""
-    ddp = DistributedDataParallel(Given())
-    state = PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2, min_compression_rate=1)
-    ddp.register_comm_hook(state, with_our_starts)
-    found = []
-    for step in (-2, -1, *range(STEPS)):
-        ddp.zero_grad()
-        ddp({name: each * (step >= 0) for name, each in gradient(step, replica).items()}).backward()
-        found.append({name: p.grad.clone() for name, p in ddp.module.weights.items()})
-    return found[2:]
-
-
-def by_us(replica: int) -> tuple[list[dict[str, Tensor]], LinkCodecs]:
-    codecs = LinkCodecs()
-    codecs.data = Codec("lowrank", RANK)
-    place = MeshPlace(world=World(rank=replica, size=2), mesh=ProcessMesh(pipe=1, data=2))
-    together = Collectives(place, device=torch.device("cpu"), timeout=60.0)
-    together.subgroup(range(2))
-    found = []
-    for step in range(STEPS):
-        sums = begin_packed_sum(codecs, gradient(step, replica), together, ranks=range(2), what="a sum")()
-        found.append({name: each / 2 for name, each in zip(SHAPES, sums, strict=True)})
-    together.close()
-    return found, codecs
-
-
-def both_sides() -> tuple[Any, Any, Any]:
-    replica = dist.get_rank()
-    KEPT.append(dist.group.WORLD)
-    mine, codecs = by_us(replica)
-    return by_torch(replica), mine, codecs.sent["data"]
-
-
-@pytest.mark.thorough
-def test_low_rank_is_powersgd(gloo: Pool) -> None:
-    """Over steps with error feedback and a warm start; bytes as a ring sends them."""
-    for theirs, mine, sent in gloo.run(both_sides, ranks=2):
-        for one, other in zip(theirs, mine, strict=True):
-            for name in SHAPES:
-                torch.testing.assert_close(other[name], one[name], rtol=1e-9, atol=1e-11)
-        packed = (8 + 12 + 6 + 9) * RANK + 12
-        assert sent == (STEPS * 8 * packed, STEPS * 8 * (96 + 12 + 54))
-        assert not torch.allclose(mine[0]["up"], (gradient(0, 0)["up"] + gradient(0, 1)["up"]) / 2, rtol=1e-2)
-
-
-CODECS = {"int8": Codec("int8"), "topk": Codec("topk", 0.2), "lowrank": Codec("lowrank", 1)}
+STEPS = 4
+CODECS = {"int8": Codec("int8"), "topk": Codec("topk", 0.2), "lowrank": Codec("lowrank", 2)}
 
 
 def model() -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 12)).double()
+    convolution = nn.Unflatten(1, (4, 4)), nn.Conv1d(4, 3, 3, padding=1), nn.Flatten()
+    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), *convolution).double()
 
 
 def packed_batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
@@ -361,7 +258,7 @@ def packed_batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
 
 
 def summed(codec: Codec, grads: list[Tensor], memory: dict[Any, Tensor]) -> Tensor:
-    """The sum of what both replicas send of a parameter; biases are too small for a matrix of rank 1."""
+    """The sum of what both replicas send of a parameter; of matrices of a rank, by PowerSGD. Biases are too small."""
     rows = [each.reshape(len(each), -1) if each.dim() > 1 else each for each in grads]
     if codec.kind != "lowrank":
         found = torch.zeros_like(rows[0])
@@ -373,10 +270,10 @@ def summed(codec: Codec, grads: list[Tensor], memory: dict[Any, Tensor]) -> Tens
     if grads[0].dim() == 1:
         return sum(grads)
     owed = [x + memory.get(replica, 0.0) for replica, x in enumerate(rows)]
-    left = orthonormal(sum(x @ memory.get("start", start_matrix(x, 1)) for x in owed))
+    left = torch.linalg.qr(sum(x @ memory.get("start", start_matrix(x, 2)) for x in owed)).Q
     right = sum(x.T @ left for x in owed)
-    memory |= {"start": orthonormal(right)} | {r: x - left @ right.T / 2 for r, x in enumerate(owed)}
-    return left @ right.T
+    memory |= {"start": torch.linalg.qr(right).Q} | {r: x - left @ right.T / 2 for r, x in enumerate(owed)}
+    return (left @ right.T).view_as(grads[0])
 
 
 def plain(codec: Codec) -> tuple[list[float], list[Tensor]]:
@@ -424,8 +321,10 @@ def told() -> list[str]:
 
 def test_replicas_sum_what_is_packed(gloo: Pool) -> None:
     """Beside one process that packs what each of them would; the first batch is verified, exactly."""
-    bytes_of = {"int8": 16 * 12 + 8 * 16 + 16 + 8 + 12 * 16 + 8 * 12 + 12 + 8, "lowrank": 8 * (28 + 16 + 28 + 12)}
-    bytes_of["topk"] = 12 * sum(round(0.2 * size) for size in (16 * 12, 16, 12 * 16, 12))
+    rows = {16: 12, 3: 12}  # of the matrices of both weights; each has a bias
+    bytes_of = {"int8": sum(n * m + 8 * n + n + 8 for n, m in rows.items())}
+    bytes_of["lowrank"] = 8 * sum(2 * (n + m) + n for n, m in rows.items())
+    bytes_of["topk"] = 12 * sum(round(0.2 * size) for n, m in rows.items() for size in (n * m, n))
     for found in gloo.run(trained, ranks=2):
         for name, codec in CODECS.items():
             losses, weights, sent = found[name]
@@ -433,7 +332,7 @@ def test_replicas_sum_what_is_packed(gloo: Pool) -> None:
             assert losses == pytest.approx(expected, rel=1e-11)
             for mine, other in zip(weights, its, strict=True):
                 torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-11)
-            assert sent == (STEPS * bytes_of[name], STEPS * 8 * 412)
+            assert sent == (STEPS * bytes_of[name], STEPS * 8 * 247)
     for said in gloo.run(told, ranks=2):
         assert "with 'zero1' or 'fsdp'" in said[0]
         assert "with sync=2, which sums no gradients" in said[1]

@@ -13,7 +13,7 @@ from typing import Any
 _NAMES = {
     "viz.exhibit": "HeadFigure headline",
     "comm.buckets": "buckets_of",
-    "comm.codecs": "num_bytes orthonormal pack read_codec start_matrix unpack wire_specs",
+    "comm.codecs": "num_bytes pack read_codec start_matrix unpack wire_specs",
     "comm.failures": "Account find_cause",
     "comm.forked": "keep_from_children kept_from_children",
     "comm.groups": "DeviceOf backend_for connected",
@@ -132,7 +132,7 @@ _NAMES = {
     "partition.solve.orders": "device_orders level_orders node_orders",
     "partition.stage_cost": "COUNTED RECOMPUTE Recomputed StageSums message_seconds stage_seconds",
     "partition.topology": "Topology",
-    "pipe.compression.added": "begin_packed_sum choose",
+    "pipe.compression.added": "choose",
     "pipe.auto.layout": "host_bandwidth AutoLayout cluster_of median_profile",
     "pipe.batch.agreement": "UNKNOWN checksum",
     "pipe.settings.given": "CallReader Given",
