@@ -133,19 +133,16 @@ def test_ranks_with_sets_in_other_orders(gloo: Pool, what: str) -> None:
     (one_order, *one), (other_order, *other) = gloo.run(trained, ranks=2, args=(what,))
     assert one_order != other_order
     for its_losses, its_state in (one, other):
-        assert its_losses == pytest.approx(losses, rel=1e-12)
+        near([its_losses, its_state], [losses, state], rtol=1e-10)
         assert its_state.keys() == state.keys()
-        for name, value in state.items():
-            torch.testing.assert_close(its_state[name], value, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.thorough
 def test_replicas_whose_tensors_stand_in_other_orders(gloo: Pool) -> None:
     """Sums of gradients and gathered weights go by name; both replicas pass the same batch."""
     _, losses, state = trained("kinds")
-    for _, its_losses, its_state in gloo.run(trained, ranks=2, args=("kinds", {"pipe": 1, "data": 2})):
-        assert its_losses == pytest.approx(losses, rel=1e-12)
-        torch.testing.assert_close({name: its_state[name] for name in state}, state, rtol=1e-10, atol=1e-12)
+    for _, *its in gloo.run(trained, ranks=2, args=("kinds", {"pipe": 1, "data": 2})):
+        near(its, [losses, state], rtol=1e-10)
 
 
 def told_of(kind: Callable[[], nn.Module]) -> str:
