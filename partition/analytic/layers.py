@@ -30,8 +30,8 @@ terms in a s are gone, and the backward multiplies Q K^T again (Dao et al. 2022)
                       (gradients of outputs) 4 bytes a value; two bytes more a weight, since its casts are kept
     fp4               likewise, kept as 9/16 bytes each (a scale for 16 values); casts 57/8 bytes a value: read for the
                       largest, then read and written by rows, and by columns (NVIDIA 2025, arXiv 2509.25149)
-    context c         n / c tokens on a device; K and V are gathered, in B again and their gradients scattered: half a
-                      sum of 4 n g/a h / t bytes over c devices (two halves)
+    context c         n / c tokens on a device; K and V are gathered, and all of them kept; their gradients are summed:
+                      half a sum of 4 n g/a h / t bytes over c devices (two halves)
     expert e          all-to-all of 2 n k h bytes over e replicas, which hold E/e experts each, twice (twice)
 
 The update is memory traffic, too
@@ -222,7 +222,7 @@ class LayerFormulas:
             one * self.whole + two * mlp + three * heads + of_scores * self.scores + 8 * ordered
             for one, two, three, of_scores in zip(moved, of_mlp, of_heads, (13, 19), strict=True)
         )
-        attention, kept = 4 * (1 + model.kv_part) * heads, (8 if llama else 10) * self.whole
+        attention, kept = 4 * (1 + model.kv_part * self.context) * heads, (8 if llama else 10) * self.whole
         kept += attention + (2 * ahead + 2) * mlp + 4 * ordered
         parameters, casts, matrices = model.layer_parameters(t, self.expert), 0.0, model.layer_matrices(t, self.expert)
         if model.precision != "16-bit":
