@@ -37,7 +37,10 @@ _CPU = torch.device("cpu")
 
 def own_device(device: torch.device) -> torch.device:
     """This process's device, for a CUDA device without a number: the current one, if it was set, else that of
-    LOCAL_RANK, modulo the number of devices."""
+    LOCAL_RANK, modulo the number of devices. A CPU loses its number, as in accelerate's "cpu:0": real tensors have none
+    there, and fake ones would be on another device than those of "cpu"."""
+    if device.type == "cpu":
+        return torch.device("cpu")
     if device.type != "cuda" or device.index is not None:
         return device
     index, local = torch.cuda.current_device(), os.environ.get("LOCAL_RANK", "")

@@ -151,7 +151,7 @@ class Profile:
         microbatch_size: samples that the figures are of; None when unknown.
         tensor: ranks over which matrices were cut; the figures are of one of them, `activation_bytes` are whole.
         context: of the tensor ranks, groups that hold the same weights, each with a part of the sequence.
-        expert: such groups, of all replicas in a row, that have different experts.
+        expert: replicas in a row that have different experts.
         optimizer_ratio: bytes of optimizer state a byte of parameters; None when not measured.
         gradient_ratio: bytes of gradients that replicas sum a byte of parameters.
         gather_ratio: bytes of updated parameters that are gathered, where the optimizer is divided, a byte of them.

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..comm import BACKEND, Collectives, Guard, MeshPlace, ProcessMesh, World, read_mesh
-from ..comm.mesh import AXES
 from ..partition.deferred.recipes import value_of
 from ..partition.plans.plan import Plan
 from ..partition.stage_cost import OFFLOAD
@@ -192,11 +191,12 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
 
 def _on_mesh(plan: Plan, schedule: Schedule, world: World) -> tuple[Schedule, ProcessMesh]:
     """The schedule and mesh of a plan that divides sequences or experts. The members of a context group are replicas of
-    each rank of the plan's schedule; those of an expert group are some of its replicas. All run the same actions in one
-    order, so that they meet in attention and in layers of experts. Raises ValueError for a plan of other ones."""
-    count, replicas, M = plan.context, plan.stages[0].replicas, schedule.num_microbatches
-    what, members = ("sequences", count) if count > 1 else ("experts", plan.expert)
-    groups = {axis: size for axis, size in {"context": count, "expert": plan.expert}.items() if size > 1}
+    each rank of the plan's schedule; those of an expert group are some of its replicas, on the same part of sequences.
+    All run the same actions in one order, so that they meet in attention and in layers of experts. Raises ValueError
+    for a plan of other ones."""
+    count, experts, replicas, M = plan.context, plan.expert, plan.stages[0].replicas, schedule.num_microbatches
+    what, members = ("sequences", count) if count > 1 else ("experts", experts)
+    groups = {axis: size for axis, size in {"context": count, "expert": experts}.items() if size > 1}
     if not world.distributed:
         raise ValueError(
             f"the plan divides {what} over {members} ranks, which are processes: expected {plan.num_devices} of "
@@ -205,21 +205,23 @@ def _on_mesh(plan: Plan, schedule: Schedule, world: World) -> tuple[Schedule, Pr
     size, width = plan.num_devices, plan.tensor
     is_even = {(stage.replicas, stage.tensor) for stage in plan.stages} == {(replicas, width)}
     is_even = is_even and size == replicas * width * len(plan.firsts) and not M % replicas and not width % count
-    is_even = is_even and len(groups) == 1 and not (plan.expert > 1 and width > 1) and not replicas % plan.expert
-    axes = {"pipe": len(plan.firsts), "data": replicas // plan.expert, "tensor": width // count, **groups}
+    is_even = is_even and not (experts > 1 and width > count) and not replicas % experts
+    axes = {"pipe": len(plan.firsts), "data": replicas // experts, "tensor": width // count, **groups}
     blocks = {tuple(range(first, first + replicas)) for first in range(0, size // width, replicas)}
-    for order in (AXES, ("data", "expert", "pipe", "context", "tensor")) if is_even else ():
-        mesh = ProcessMesh(**axes, order=order)
-        ranks = [mesh.rank_of(first) // count for first in range(0, size, width)]
+    parts = [*range(0, count * experts, experts)]
+    for order in ("pipe data expert context tensor", "data expert pipe context tensor") if is_even else ():
+        mesh = ProcessMesh(**axes, order=tuple(order.split()))
+        firsts = [mesh.rank_of(first) for first in range(0, size, width)]
+        ranks = [first // (count * experts) * experts + first % experts for first in firsts]
         found = on_ranks(schedule, ranks, num_ranks=len(ranks))
         if {*found.owners} == blocks:
-            return replicate(found, count), mesh
+            places = [r // experts * count * experts + r % experts + part for r in range(len(ranks)) for part in parts]
+            return on_ranks(replicate(found, count), places, num_ranks=len(places)), mesh
     said = " and ".join(f"{axis}={number}" for axis, number in groups.items())
     raise ValueError(
-        f"a plan with {said}, {plan.replicas} replicas, tensor={width} and {M} microbatches: expected one of context "
-        f"and expert above 1, tensor=1 with experts and a multiple of context without, and as many replicas of each "
-        f"stage, in a row or pipeline by pipeline, whose number is a multiple of {plan.expert} and divides the "
-        f"microbatches (plan(runnable=True))"
+        f"a plan with {said}, {plan.replicas} replicas, tensor={width} and {M} microbatches: expected tensor={count} "
+        f"with experts and a multiple of context without, and as many replicas of each stage, in a row or pipeline by "
+        f"pipeline, whose number is a multiple of {experts} and divides the microbatches (plan(runnable=True))"
     )
 
 

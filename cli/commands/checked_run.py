@@ -6,15 +6,17 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ...partition import Plan
-from ...partition.plans.as_schedule import simulated
-from ...schedules import PredictionCheck, Schedule, Timeline, check_prediction
+from ...partition.plans.as_schedule import SimulatedPlan, simulated
+from ...schedules import PredictionCheck, Schedule, Timeline, check_prediction, simulate
 from ...schedules.timing.sampling import StepSamples
 from ...schedules.traces.trace_reader import find_traces, newest_cut_since, processes_by_host
+from ...schedules.transform import on_ranks, replicate
 from ...schedules.wording import count
 from ...viz import Exhibit
 from ..options import read_file
@@ -56,15 +58,10 @@ def check_run(sources: Sequence[str]) -> CheckedRun:
         )
     exhibit = read_run(*folders)
     plan = _plan(folders, files)
-    if plan.context > 1:
-        raise ValueError(
-            f"--check of a plan with context={plan.context}, whose run has {plan.context} times as many microbatches "
-            f"as it simulates, of parts of sequences: expected a plan with context=1"
-        )
     if not exhibit.measured:
         raise ValueError(f"{exhibit.name} has no traced step: {'; '.join(exhibit.notes)}")
     ran = exhibit.measured[-1].timeline.schedule
-    promised = simulated(plan, num_microbatches=ran.num_microbatches if plan.num_microbatches is None else None)
+    promised = _promised(plan, ran)
     since = newest_cut_since(find_traces(folders))
     steps, notes = _steps(exhibit, promised.timeline.schedule, since)
     summary = next((found for folder in folders if (found := read_whole(folder / "summary.json"))), {})
@@ -88,6 +85,21 @@ def check_run(sources: Sequence[str]) -> CheckedRun:
         config=next((each for each in configs if isinstance(each, dict)), {}),
         notes=(*exhibit.notes, *notes, *check.notes),
     )
+
+
+def _promised(plan: Plan, ran: Schedule) -> SimulatedPlan:
+    """The plan's simulation; of one that divides sequences with all members of each context group, as `ran` has them,
+    each of which runs its part of every microbatch."""
+    parts = plan.context
+    M = ran.num_microbatches // parts if plan.num_microbatches is None else None
+    found = simulated(plan, num_microbatches=M)
+    whole = replicate(found.timeline.schedule, parts)
+    if parts == 1 or [*map(len, whole.owners)] != [*map(len, ran.owners)]:  # of another plan, as the error says
+        return found
+    places = dict(chain(*map(zip, whole.owners, ran.owners)))
+    schedule = on_ranks(whole, [places[rank] for rank in range(whole.num_ranks)], num_ranks=whole.num_ranks)
+    links = plan.links and plan.links.on([schedule.owners[s] for s in plan.firsts])
+    return SimulatedPlan(simulate(schedule, plan.costs, links), plan.costs, links)
 
 
 def _plan(folders: Sequence[Path], files: Sequence[Path]) -> Plan:

@@ -30,8 +30,8 @@ terms in a s are gone, and the backward multiplies Q K^T again (Dao et al. 2022)
                       (gradients of outputs) 4 bytes a value; two bytes more a weight, since its casts are kept
     fp4               likewise, kept as 9/16 bytes each (a scale for 16 values); casts 57/8 bytes a value: read for the
                       largest, then read and written by rows, and by columns (NVIDIA 2025, arXiv 2509.25149)
-    context c         n / c tokens on a device; K and V are gathered, in B again and their gradients scattered: half a
-                      sum of 4 n g/a h / t bytes over c devices (two halves)
+    context c         n / c tokens on a device; K and V are gathered, and all of them kept; their gradients are summed:
+                      half a sum of 4 n g/a h / t bytes over c devices (two halves)
     expert e          all-to-all of 2 n k h bytes over e replicas, which hold E/e experts each, twice (twice)
 
 The update is memory traffic, too
@@ -82,7 +82,7 @@ def transformer_profile(
         cluster: whose groups of `tensor` neighbouring devices compute so, at the pace of the slowest; None: one
             node of t devices, `device.link_bandwidth`.
         context: c, parts of a sequence, each on t neighbours.
-        expert: e, of such groups and of replicas in a row that divide the experts among themselves.
+        expert: e, of replicas in a row that divide the experts among themselves, part by part of the sequence.
         runtime: what it overlaps.
 
     The output of each part is whole on every device: activation_bytes is 2 n h for any t. Where the devices send
@@ -147,11 +147,12 @@ class LayerFormulas:
         runtime: Runtime = PLAIN,
     ) -> None:
         self.model, self.tensor, self.device, self.runtime = model, tensor, device, runtime
-        (self.context, self.expert), size = split, tensor * max(split)
+        (self.context, self.expert), size = split, tensor * split[0] * split[1]
         if cluster is None:
             cluster = Cluster(levels=(Level(name="link", size=size, bandwidth=device.link_bandwidth),))
         if size > cluster.num_devices:
-            fail("tensor", size, f"at most the {cluster.num_devices} devices of the cluster")
+            name = "tensor" if max(split) == 1 else "tensor x context x expert"
+            fail(name, size, f"at most the {cluster.num_devices} devices of the cluster")
         self.tokens = count("microbatch_size", microbatch_size) * model.length // self.context
         self.wide = self.tokens * model.hidden  # values in one activation
         self.whole = self.wide / (tensor if model.split == "sequence" else 1)  # where only sequence parallelism divides
@@ -163,7 +164,7 @@ class LayerFormulas:
         kv_bytes = 2 * VALUE_BYTES * self.wide * self.context * model.kv_part / tensor
         gathers = summing.rings_of_groups(self.context, stride=tensor)
         self.kv_seconds = max(each.seconds(kv_bytes) for each in gathers) / 2 if self.context > 1 else 0.0
-        ways = [summing.all_to_all(each) for each in summing.groups(self.expert, stride=tensor)]
+        ways = [summing.all_to_all(each) for each in summing.groups(self.expert, stride=tensor * self.context)]
         routed = VALUE_BYTES * self.whole * model.top_k
         self.routed_seconds = max(each.seconds(routed) for each in ways) if self.expert > 1 else 0.0
         self.topology = Topology(device.reached(cluster))
@@ -221,7 +222,7 @@ class LayerFormulas:
             one * self.whole + two * mlp + three * heads + of_scores * self.scores + 8 * ordered
             for one, two, three, of_scores in zip(moved, of_mlp, of_heads, (13, 19), strict=True)
         )
-        attention, kept = 4 * (1 + model.kv_part) * heads, (8 if llama else 10) * self.whole
+        attention, kept = 4 * (1 + model.kv_part * self.context) * heads, (8 if llama else 10) * self.whole
         kept += attention + (2 * ahead + 2) * mlp + 4 * ordered
         parameters, casts, matrices = model.layer_parameters(t, self.expert), 0.0, model.layer_matrices(t, self.expert)
         if model.precision != "16-bit":

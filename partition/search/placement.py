@@ -78,8 +78,8 @@ def placement_of(c: Configuration, topology: Topology, profile: Profile) -> Plac
     owns = [*zip(ranks, sizes, strict=True)]
     groups = [size // profile.context for size in sizes]  # that hold different weights
     holders = [(own[::t], t) for own, t in zip(ranks, groups, strict=True)]
-    if any(len(own) % profile.expert for own, _ in holders):
-        raise SizesError(f"{c.counts} replicas: expected multiples of expert={profile.expert} with context")
+    if any(count % profile.expert for count in c.counts):
+        raise SizesError(f"{c.counts} replicas: expected multiples of expert={profile.expert}")
     pairs = [*pairwise(positions)]
     out = {pair: _message_time(topology, *(owns[p] for p in pair)) for pair in {*pairs}}
     back = out
@@ -88,7 +88,11 @@ def placement_of(c: Configuration, topology: Topology, profile: Profile) -> Plac
     inward, outward = (NO_TRANSFER, *(back[pair] for pair in pairs)), (*(out[pair] for pair in pairs), NO_TRANSFER)
     rings, speeds = [topology.ring(own, tensor=t) for own, t in holders], [*map(topology.speed, ranks)]
     exchanges = [topology.exchange(own, tensor=t) for own, t in holders]
-    experts = [topology.ring(own[:: profile.expert], tensor=t) for own, t in holders if profile.expert > 1]
+    experts = [
+        topology.ring([own[i] for i in range(len(own)) if i // profile.context % profile.expert == 0], tensor=t)
+        for own, t in holders
+        if profile.expert > 1
+    ]
     cards = tuple(topology.cards(own[::size]) for own, size in owns) if topology.shares_cards else ()
     shared = [[link.on_card for link in inward], [link.on_card for link in outward]]
     shared = [*shared, [len({*cards[p]}) > 1 for p in positions]] if cards else []

@@ -176,18 +176,24 @@ def plan(
     return ranked(at=0)
 
 
+class _NothingFitsError(ValueError):
+    """No configuration, where there are some."""
+
+
 def _best(
     source: ProfileSource, searched: Callable[[ProfileSource, float], _Found]
 ) -> tuple[_Found, list[str], Searched]:
     """The best outcome over the source's alternatives, which share the seconds of the search equally; notes of the
     others, and how far all were searched."""
     given = [*source.alternatives()] if isinstance(source, SourceWithAlternatives) else [("", source)]
-    every, said, refusal = list[tuple[str, _Found]](), dict[str, str](), None
+    every, said = list[tuple[str, _Found]](), dict[str, str]()
+    refusal: ValueError | None = None
     for name, each in given:
         try:
             every.append((name, searched(each, 1 / len(given))))
         except ValueError as error:
-            refusal, said[name] = error, str(error)
+            said[name] = str(error)
+            refusal = error if refusal is None or isinstance(error, _NothingFitsError) else refusal
         else:
             said[name] = f"{duration(_seconds(every[-1]))} a batch"
     if refusal is not None and not every:
@@ -273,7 +279,7 @@ def _found(
     if joint is not None:
         found = with_joint(search, space, found, seconds=joint)
     if not found:
-        raise ValueError(_why_nothing(search, space, runnable=runnable))
+        raise _NothingFitsError(_why_nothing(search, space, runnable=runnable))
     return with_pairs(evaluator, found, runnable=runnable)
 
 

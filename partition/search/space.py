@@ -184,12 +184,12 @@ class Runs:
     expert: int = 1
 
     def __call__(self, c: Configuration) -> bool:
-        if any(count * self.context % self.expert for count in c.counts):
+        if any(count % self.expert for count in c.counts):
             return False
         if self.runnable and self.context * self.expert > 1:
             is_whole = c.num_devices == self.num_devices and list(self.order) == sorted(self.order)
             is_even = c.ranks is None and c.sizes is None and not c.batch % c.data
-            return is_whole and is_even and (self.expert == 1 or c.tensor == 1)  # T is a multiple of context
+            return is_whole and is_even and (self.expert == 1 or c.tensor == self.context)  # T is a multiple of it
         if c.sizes is not None:  # in a row, each within the innermost links
             return all(ranks[0] // self.node_size == ranks[-1] // self.node_size for ranks in c.stage_ranks)
         idle = c.num_devices < self.num_devices and c.family.rule.is_asynchronous

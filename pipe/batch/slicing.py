@@ -40,6 +40,7 @@ from ..stage.slices import over_slices
 from ..stage.tokens import Slice, TokenBlocks, Tokens, TokenSpan
 from .agreement import UNKNOWN, agreed, checksum
 from .batches import read_loss
+from .token_sums import TokenSums
 
 
 def _spans(lengths: Sequence[int] | None, total: int, num_slices: int) -> list[TokenSpan]:
@@ -215,7 +216,9 @@ def _check_stages(
             warnings.simplefilter("ignore")  # such as of a checkpoint that has no gradients to make
             try:
                 own_loss = loss if s == len(inference.stages) - 1 else None
-                _check_stage(s, inferred, _inputs(s, inferred, arguments, spans), spans, begin(), loss=own_loss)
+                _check_stage(
+                    run, s, inferred, _inputs(s, inferred, arguments, spans), spans, within=begin(), loss=own_loss
+                )
             except ValueError as error:
                 failed.append(ValueError(f"{error}. {expected}"))
             except (RuntimeError, IndexError) as error:
@@ -243,61 +246,65 @@ def _inputs(
     return [list(row) for row in zip(*columns, strict=True)]
 
 
+_ALONE = "; losses that modules make are of each token, as of LinearCrossEntropy(..., reduction='none')"
+
+
 def _check_stage(
+    run: Run,
     s: int,
     inferred: Sequence[Inferred],
     inputs: Sequence[Sequence[torch.Tensor]],
     spans: Sequence[Tokens],
-    within: _Within,
     *,
+    within: _Within,
     loss: LossOfParts | None,
 ) -> None:
     stages = [each.stages[s] for each in inferred]
     total = spans[0].total
-    whole, *parts = _run(stages, inputs, [TokenBlocks(((0, total),), total), *spans], within)
+    (whole, seen), *parts = _run(run, stages, inputs, [TokenBlocks(((0, total),), total), *spans], within)
     if loss is not None:  # first, since members add theirs up
-        loss.check(whole, parts[0])
+        loss.check(whole, parts[0][0])
     for slot, expected in enumerate(whole):
         if loss is not None and slot == loss.slot:
             continue
         specs = [each.specs[s][slot] for each in inferred]
         what = f"output {slot} of stage {s} ({stages[0].name})"
         dim = sequence_dim(specs, spans, what)
-        for span, part in zip(spans, parts, strict=True):
-            _compare(span.part(expected, dim), part[slot], span, what)
+        for span, (part, own) in zip(spans, parts, strict=True):
+            if difference := _difference(span.part(expected, dim), part[slot]):
+                blocks = " and ".join(f"{start} to {end}" for start, end in span.blocks)
+                raise ValueError(
+                    f"{what} differs over parts of the sequence{own.first_unlike(seen, span)}: for tokens {blocks} of "
+                    f"{total} by {difference} from that of the whole (tried on random numbers, with random weights and "
+                    f"without dropout{'' if expected.dim() else _ALONE})"
+                )
 
 
 def _run(
+    run: Run,
     stages: Sequence[StageModule],
     inputs: Sequence[Sequence[torch.Tensor]],
     spans: Sequence[Tokens],
     within: _Within,
-) -> list[Tensors]:
-    outputs = []
+) -> list[tuple[Tensors, TokenSums]]:
+    found = []
     for stage, own, span in zip(stages, inputs, spans, strict=True):
         torch.manual_seed(0)
-        with within(span):
-            outputs.append(stage.detached(stage.run(tuple(own))))
-    return outputs
+        sums = TokenSums(run.root, span.length)
+        with within(span), sums.noted():
+            found.append((stage.detached(stage.run(tuple(own))), sums))
+    return found
 
 
-def _compare(expected: torch.Tensor, found: torch.Tensor, span: Tokens, what: str) -> None:
+def _difference(expected: torch.Tensor, found: torch.Tensor) -> str:
+    """The largest one, for people; empty where it is rounding."""
     if not expected.is_floating_point():
-        if torch.equal(expected, found):
-            return
-        difference, size = 1.0, 1.0
-    else:
-        one, other = expected.double(), found.double()
-        size = max(float(one.square().mean().sqrt()), 1e-30)  # root mean square
-        difference = float((one - other).abs().max())
-        if difference <= by_type(SLICED_OUTPUTS, expected.dtype) * size:
-            return
-    blocks = " and ".join(f"{start} to {end}" for start, end in span.blocks)
-    raise ValueError(
-        f"{what} differs over parts of the sequence: for tokens {blocks} of {span.total} by {difference:.2g} in "
-        f"numbers of size {size:.2g} from that of the whole (tried on random numbers, with random weights and without "
-        f"dropout)"
-    )
+        return "" if torch.equal(expected, found) else "other integers"
+    one, other = expected.double(), found.double()
+    size = max(float(one.square().mean().sqrt()), 1e-30)  # root mean square
+    difference = float((one - other).abs().max())
+    is_rounding = difference <= by_type(SLICED_OUTPUTS, expected.dtype) * size
+    return "" if is_rounding else f"{difference:.2g} in numbers of size {size:.2g}"
 
 
 def sequence_dim(specs: Sequence[TensorSpec], spans: Sequence[Tokens], what: str) -> int | None:

@@ -10,11 +10,23 @@ from typing import Any
 
 import pytest
 from support.commands import Cli
-from support.inside import Cause, RunFile, _fits, check_run, header_line, main, step_line, trace_path
+from support.inside import (
+    Cause,
+    RunFile,
+    _fits,
+    _promised,
+    check_run,
+    header_line,
+    layout_of_plan,
+    main,
+    step_line,
+    trace_path,
+)
 from support.inside import simulated_simulated as simulated
 from support.recorded import records_of
 from support.run_folder import header_of
 
+from stagewright.comm import World
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.schedules import Costs, build, flushed, simulate
 
@@ -26,7 +38,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def planned(schedule: str = "1f1b", *, batch: int = 8, **restrictions: Any) -> Plan:
+def planned(schedule: str = "1f1b", *, batch: int = 8, context: int = 1, **restrictions: Any) -> Plan:
     nodes = [
         Node(
             name=name,
@@ -38,7 +50,7 @@ def planned(schedule: str = "1f1b", *, batch: int = 8, **restrictions: Any) -> P
         )
         for name in "abcdef"
     ]
-    profile = Profile(nodes=nodes, microbatch_size=1, optimizer_ratio=2.0)
+    profile = Profile(nodes=nodes, microbatch_size=1, optimizer_ratio=2.0, tensor=context, context=context)
     settings: dict[str, Any] = {"pipeline_sizes": (4,), "data_sizes": (1,), "schedules": (schedule,)}
     return plan(profile, CLUSTER, global_batch=batch, runnable=True, **(settings | restrictions))
 
@@ -60,7 +72,10 @@ def write_run(
         config: options that the run was started with, beside its sizes.
         start, first_step: of a run that went on, one that has stages of its own.
     """
+    world = World(rank=0, size=carried_out.num_devices)
     promised = simulated(carried_out)
+    if carried_out.context > 1:
+        promised = _promised(carried_out, layout_of_plan(carried_out, world, num_microbatches=None).schedule)
     given = costs or {}
     true = replace(promised.costs, **{name: value(promised.costs) for name, value in given.items()})
     truth = simulate(promised.timeline.schedule, true, promised.links)
@@ -152,6 +167,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of the p
         {"sum_busy": lambda _: 0.9},
     ),
     "message": (TWO_BY_TWO, {"latency": lambda _: 0.02}),
+    "B": ({"context": 2, "pipeline_sizes": (2,)}, times(1.5, "backward")),  # of 2 plan ranks, on 4
 }
 
 

@@ -49,7 +49,7 @@ def test_none_of_all_splits_is_faster(seed: int) -> None:
     least = float("inf")
     for (_, own), P, D, T, size in product(source.alternatives(), *3 * [(1, 2, 4)], (1, 2, 4)):
         c = own.context
-        if P * D * T > 4 or T % c or T // c > 2 or D * c % own.expert or batch // size % D:
+        if P * D * T > 4 or T % c or T // c > 2 or D % own.expert or batch // size % D:
             continue
         for cut in combinations(range(1, len(names)), P - 1):
             ends = enumerate(pairwise((0, *cut, len(names))))
@@ -66,34 +66,40 @@ def test_none_of_all_splits_is_faster(seed: int) -> None:
 
 
 def test_no_split_that_is_given_fits() -> None:
+    """Four parts with two experts each, the last split, need 8 devices."""
     source, batch = moe(15)
-    with pytest.raises(ValueError, match=r"nothing fits the memory: nearest is .*experts over 2, 1f1b"):
+    with pytest.raises(ValueError, match=r"nothing fits the memory: nearest is pipe 1 x context 4, 1f1b"):
         plan(source, source.cluster, global_batch=batch, memory_limit=1e6, **PLAIN)
+    many = replace(source, splits=((4, 2),))
+    with pytest.raises(ValueError, match="tensor x context x expert: 8: expected at most the 4 devices of the cluster"):
+        plan(many, source.cluster, global_batch=batch, **PLAIN)
     with pytest.raises(ValueError, match="expert: 0: expected a whole number of at least 1"):
         TransformerSource(transformer=source.transformer, device=A100, splits=((1, 0),))
 
 
-@pytest.mark.parametrize("axis", ["context", "expert"])
-def test_the_runtime_divides_as_planned(axis: str) -> None:
+@pytest.mark.parametrize(
+    ("split", "wrong", "text"),
+    [
+        ((2, 1), {"context": 4}, "a plan with context=4, .* replicas, tensor=2 and .*: expected tensor=4 with experts"),
+        ((1, 2), {"expert": 8}, "a plan with expert=8, .* replicas, tensor=1 and .* is a multiple of 8"),
+        ((2, 2), {"context": 1}, "a plan with expert=2, .2,. replicas, tensor=2 and .*: expected tensor=1 with"),
+    ],
+)
+def test_the_runtime_divides_as_planned(split: tuple[int, int], wrong: dict[str, int], text: str) -> None:
     """Sequences too, which it refused: the mesh, and each rank's first process."""
     source, batch = moe(15)
-    splits = ((2, 1),) if axis == "context" else ((1, 2), (2, 2))
-    best = plan(replace(source, splits=splits), source.cluster, global_batch=batch, runnable=True, **PLAIN)
+    best = plan(replace(source, splits=(split,)), source.cluster, global_batch=batch, runnable=True, **PLAIN)
     layout = layout_of_plan(best, World(rank=0, size=4), num_microbatches=None)
     mesh, members = layout.place.mesh, best.context
-    assert (best.context, best.expert) == (mesh.context, mesh.expert) == (splits[0])
+    assert (best.context, best.expert) == (mesh.context, mesh.expert) == split
     assert layout.schedule.num_microbatches == members * (best.num_microbatches or 0)
     assert ", tensor " not in best.explain()  # as rows of stages had for parts of sequences
     for stage, owners in zip(best.stages, layout.schedule.owners, strict=True):
         assert [process for rank in owners for process in mesh.members(rank)] == [*stage.ranks]
-    for wrong, text in (
-        ({axis: 4}, rf"a plan with {axis}=4, .* replicas, tensor=. and .*: expected one of context and"),
-        ({"context": 2, "expert": 2}, "a plan with context=2 and expert=2, .*: expected one of context and expert"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            layout_of_plan(replace(best, **wrong), World(rank=0, size=4), num_microbatches=None)
-    what = "sequences" if axis == "context" else "experts"
-    with pytest.raises(ValueError, match=f"divides {what} over 2 ranks, which are processes: expected 4 .* {axis}=1"):
+    with pytest.raises(ValueError, match=text):
+        layout_of_plan(replace(best, **wrong), World(rank=0, size=4), num_microbatches=None)
+    what = "sequences .* context=1" if split[0] > 1 else "experts .* expert=1"
+    with pytest.raises(ValueError, match="divides " + what.replace(".*", "over 2 ranks, which are .* expected 4 .*")):
         layout_of_plan(best, World(rank=0, size=1), num_microbatches=None)
 
 

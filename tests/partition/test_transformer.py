@@ -351,6 +351,8 @@ def test_what_later_models_keep() -> None:
     n, h, a, s = 2 * 32, 64, 8, 32
     scores, mlp = 5 * n * a * s, 3.5 * n * h
     assert profile_of(FEW, b=2).nodes[1].stash_bytes == (8 + 4 * 1.25) * n * h + 6 * mlp + scores
+    apart = profile_of(FEW, b=2, t=4, context=4).nodes[1].stash_bytes  # own tokens, and all keys and values
+    assert apart == ((8 + 4) * n * h + 6 * mlp + scores) / 4 + 4 * 0.25 * n * h
     assert profile_of(ROUTED, b=2).nodes[1].stash_bytes == (8 + 4 * 1.25 + 8) * n * h + 2 * 6 * mlp + scores
 
 

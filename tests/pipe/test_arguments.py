@@ -241,7 +241,7 @@ def test_a_gpu_without_a_number_is_the_processs_own(monkeypatch: pytest.MonkeyPa
         assert device_of(model, "cuda").index == index
     gpus(monkeypatch, number=4, local_rank="1")
     assert device_of(model, "cuda:2") == torch.device("cuda:2")
-    assert device_of(model, "cpu") == torch.device("cpu")
+    assert device_of(model, "cpu") == device_of(model, "cpu:0") == torch.device("cpu")  # as Trainer's over processes
 
 
 def test_who_trains_on_the_cpu_beside_gpus_is_told_once(

@@ -201,6 +201,18 @@ class _Across(Parts, conv=lambda: nn.Conv1d(8, 8, 3, padding=1)):
         return out
 
 
+class _Scan(Parts, first=lambda: nn.Linear(8, 8)):
+    """A state that passes from token to token, in what its own module was given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.first(x.cumsum(1)))  # type: ignore[no-any-return]
+
+
+class _Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.logsumexp(-1).mean()
+
+
 class _Masked(nn.Module):
     """Causal attention by a mask of its own making."""
 
@@ -214,8 +226,10 @@ _REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # options, 
     "conv": (
         {},
         {},
-        r"(?s)differs over parts of the sequence: .*Expected a model whose tokens depend on each other in",
+        r"(?s)differs over parts of the sequence from '1.conv' \(Conv1d\) on: .*Expected a model whose tokens depend",
     ),
+    "scan": ({}, {}, r"from '1' \(_Scan\) on: for tokens"),
+    "own loss": ({}, {}, r"from '4' \(_Mean\) on: .*; losses that modules make are of each token"),
     "mask": ({}, {}, r"a mask of shape \(12, 12\) in _Masked.* or stagewright.attend"),
     "odd": ({}, {}, r"sequences of 11 tokens over a context group of 2: expected a multiple of 2, such as 12"),
     "dims": (
@@ -238,8 +252,11 @@ _REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # options, 
 def _refused(kind: str) -> None:
     options, axes, text = _REFUSED[kind]
     model, (tokens, targets) = chain(layers=1), batch(length=T - 1 if kind == "odd" else T)
-    if kind in ("conv", "mask"):
-        model = nn.Sequential(model[0], {"conv": _Across, "mask": _Masked}[kind]().double(), *model[1:])
+    if kind in ("conv", "scan", "mask"):
+        own = {"conv": _Across, "scan": _Scan, "mask": _Masked}[kind]
+        model = nn.Sequential(model[0], own().double(), *model[1:])
+    if kind == "own loss":
+        model.append(_Mean())
     mesh = Mesh(pipe=1, context=2, **axes)
     given: dict[str, Any] = {"mesh": mesh, "loss_fn": mean_loss, "num_microbatches": 2} | options
     with pytest.raises(ValueError, match=text), PipelineModule(model, **given) as pipe:

@@ -303,6 +303,24 @@ def test_a_plan_divides_experts(gloo: Pool, schedule: str, rows: list[list[int]]
     assert max(gloo.run(_over_experts, ranks=4, args=(schedule, rows), kwargs=of)) < 1e-10
 
 
+def _over_both(rows: list[list[int]], **of: Any) -> float:
+    """Every member has a part of the sequences of its own replica's microbatches, and one half of the experts."""
+    sizes = {"context": 2, "expert": 2, "num_microbatches": 4}
+    plan = _plan("1f1b", ["0 1 2 3 4 5"], rows, chunks=1, sizes=sizes, tensor=2, **of)
+    batch = partial(experts.batch, length=8)
+    pipe, difference = _trained(plan, experts.model, F.mse_loss, lambda step, n=9: batch(0, step, n))
+    with pipe:
+        assert (pipe.schedule.num_microbatches, pipe.schedule.owners) == (8, ((0, 2, 1, 3),))  # parts are innermost
+    return difference
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.parametrize("of", [{}, {"recompute": "full", "optimizer_shards": 2}])
+def test_a_plan_divides_sequences_and_experts(gloo: Pool, of: dict[str, Any]) -> None:
+    assert max(gloo.run(_over_both, ranks=4, args=([[0, 1, 2, 3]],), kwargs=of)) < 1e-10
+
+
 def _over_sequences(schedule: str, rows: list[list[int]], **of: Any) -> float:
     nodes = ["0 1", "2 3"] if len(rows) == 2 else ["0 1 2 3"]
     plan = _plan(schedule, nodes, rows, chunks=1, sizes={"context": 2}, **{"tensor": 2, **of})

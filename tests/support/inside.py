@@ -39,7 +39,7 @@ _NAMES = {
     "experiments.backends.supervise": "NodeStart run_nodes",
     "cli.main": "COMMANDS main",
     "experiments.commands.bench": "BenchOptions DECLARATION parts_for",
-    "cli.commands.checked_run": "_fits check_run",
+    "cli.commands.checked_run": "_fits _promised check_run",
     "cli.commands.compare": "compare_exhibits",
     "cli.commands.exhibits": "read_exhibits",
     "experiments.commands.experiment": "RunOptions",
