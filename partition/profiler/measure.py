@@ -26,7 +26,7 @@ from ..model.units import MODEL_INPUT, Agree
 from ..profile import Node, Profile, Tied
 from ..strict import made_of
 from .clock import Clock, clock_for, fastest, spread_of, typical
-from .memory import bytes_of, peaks
+from .memory import bytes_of, keep_freed_memory, peaks
 from .optimizers import OptimizerFactory, optimizers_of_copies
 from .passes import Passes, Sample, Traffic, profiled, slice_shares
 
@@ -99,6 +99,8 @@ def profile_model(
     optimizer that needs a closure.
     """
     loss_fn = options.get("loss_fn")
+    if not any(each.is_meta or each.is_cuda for each in model.parameters()):
+        keep_freed_memory()  # as a run does, but for models built without memory
     with lent(model, *([loss_fn] if isinstance(loss_fn, nn.Module) else []), alike=True):
         return _measured(model, example_inputs, options)
 

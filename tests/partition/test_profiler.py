@@ -6,6 +6,7 @@ import copy
 import re
 import time
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from support.inside import (
 )
 from torch import Tensor, nn
 
+from stagewright import deferred
 from stagewright.partition import Node, Profile
 
 FLOAT = 4
@@ -154,6 +156,16 @@ def test_the_blocks_of_a_model_are_equal_but_the_last_part_has_the_loss() -> Non
     assert profile.order() == tuple(range(len(profile.nodes)))
     assert (profile.microbatch_size, profile.device, profile.dtype) == (2, "cpu", "float32")
     assert all(node.seconds > 0 for node in profile.nodes)
+
+
+@pytest.mark.parametrize("build", [nullcontext, deferred])
+def test_memory_is_freed_as_in_a_run(monkeypatch: pytest.MonkeyPatch, build: Any) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("stagewright.partition.profiler.measure.keep_freed_memory", lambda: asked.append(1))
+    with build():
+        model = nn.Sequential(nn.Linear(512, 512))
+    quick(model, torch.randn(2, 512))
+    assert bool(asked) == (build is nullcontext)
 
 
 def test_parts_with_one_kind_of_gradient_have_all_of_b_in_it() -> None:
