@@ -38,7 +38,7 @@ class Node:
         stash_bytes: kept from F to B, counted once where shared [bytes].
         spread: of the samples of F + B, relative (half the interquartile range over the median); 0 when unknown.
         input_grad_seconds, weight_grad_seconds: I and W, each alone [s]; their sum may exceed B, since both walk
-            the same graph. 0 when not measured.
+            the same graph, and I has what a forward takes longer whose backward can be split. 0 when not measured.
         update_seconds: of the optimizer's step on its parameters, once a batch [s]; 0 when not measured.
         workspace_bytes: the most that F or B holds for a while beyond inputs, outputs and stash [bytes].
         runs_again: whether it does so where a stage recomputes by layer or selectively; False: it keeps its stash even

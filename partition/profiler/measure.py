@@ -26,14 +26,13 @@ from ..model.units import MODEL_INPUT, Agree
 from ..profile import Node, Profile, Tied
 from ..strict import made_of
 from .clock import Clock, clock_for, fastest, spread_of, typical
-from .memory import bytes_of, peaks
+from .memory import bytes_of, keep_freed_memory, peaks
 from .optimizers import OptimizerFactory, optimizers_of_copies
 from .passes import Passes, Sample, Traffic, profiled, slice_shares
 
 WARM_UP = 2  # passes that do not count
 LEAST = 3  # passes that count, however long they take
-SPLIT_SHARE = 0.25  # of the time, for the passes that measure I and W
-LESS_SHARE = 0.1  # likewise, what it costs to keep less
+LESS_SHARE = 0.1  # of the time, for the passes that measure what it costs to keep less
 UPDATES = 5  # optimizer steps that are timed, after one that makes its state
 
 NO_TARGET = "none"  # of a model's own loss
@@ -70,9 +69,10 @@ def profile_model(
     attributes, shapes, layouts) are timed once, and their descriptions say as which. Activations, parameters and
     buffers are counted for each: a tensor that several share, with the first. I and W are timed as they run in a
     pipeline, a little more than B together; what gives the gradients of its weights with those of its inputs
-    (`model.split_backward` says what does) has them in I. Of units with GELUs, whose results a backward can make again,
-    it is measured what that frees and takes. Where a unit has no parameters, or no input wants a gradient,
-    the one that is left is B. Weights, gradients, buffers, training flags and random generators stay as they are.
+    (`model.split_backward` says what does) has them in I, to which counts what such a forward takes longer as well. Of
+    units with GELUs, whose results a backward can make again, it is measured what that frees and takes. Where a unit
+    has no parameters, or no input wants a gradient, the one that is left is B. Weights, gradients, buffers, training
+    flags and random generators stay as they are.
 
     Arguments:
         example_inputs: arguments of ONE microbatch: a tuple, or a dict of keywords.
@@ -99,6 +99,8 @@ def profile_model(
     optimizer that needs a closure.
     """
     loss_fn = options.get("loss_fn")
+    if not any(each.is_meta or each.is_cuda for each in model.parameters()):
+        keep_freed_memory()  # as a run does, but for models built without memory
     with lent(model, *([loss_fn] if isinstance(loss_fn, nn.Module) else []), alike=True):
         return _measured(model, example_inputs, options)
 
@@ -128,11 +130,9 @@ def _measured(
             clock=clock,
         )
         tell(f"{len(passes.samples)} units, {len(passes.firsts)} of them different")
-        share = 1 - SPLIT_SHARE * given.split_backward - LESS_SHARE * bool(passes.saved)
-        both = (passes.run_units, passes.run_whole)
-        _repeat(both, given.repetitions, given.seconds * share, tell, what="forward, backward")
-        if given.split_backward:
-            _repeat((passes.run_split,), given.repetitions, given.seconds * SPLIT_SHARE, tell, what="I, W")
+        share = 1 - LESS_SHARE * bool(passes.saved)
+        turns = (passes.run_units, passes.run_whole, *([passes.run_split] if given.split_backward else []))
+        _repeat(turns, given.repetitions, given.seconds * share, tell, what="forward, backward")
         if passes.saved:
             _repeat((passes.run_less,), given.repetitions, given.seconds * LESS_SHARE, tell, what="keeping less")
         tell("memory")
@@ -367,11 +367,12 @@ def _node(
     first = passes.samples[sample.like]
     backward = fastest(times[Op.B])
     input_grad, weight_grad = 0.0, 0.0
-    if times[Op.I]:
-        input_grad = fastest(times[Op.I])
-        weight_grad = fastest(times[Op.W])
-    elif passes.splits:
-        input_grad, weight_grad = (0.0, backward) if first.parameters else (backward, 0.0)
+    if split_forward := passes.split_forward[sample.like]:
+        more = max(0.0, fastest(split_forward) - fastest(times[Op.F]))
+        if times[Op.I]:
+            input_grad, weight_grad = more + fastest(times[Op.I]), fastest(times[Op.W])
+        else:
+            input_grad, weight_grad = (0.0, more + backward) if first.parameters else (more + backward, 0.0)
     sizes = [bytes_of([t]) for t in own if isinstance(t, nn.Parameter)]
     less: dict[str, Any] = {}
     if sample.like in passes.saved:

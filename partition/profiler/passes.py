@@ -1,9 +1,10 @@
 """Runs of a model unit by unit: once to learn what flows, then again and again against the clock.
 
 A pass goes through the units as a pipeline of one unit a stage would; between two such passes the whole model runs as
-one, so that both meet the same machine, and the units find the caches as a whole step leaves them:
+one, and units whose backward is split, so that all meet the same machine, and the units find the caches as a whole
+step leaves them:
 
-    F0 F1 F2 F3 B3 B2 B1 B0 | F0..F3 B3..B0 in one | F0 F1 ...      then      F0 F1 F2 F3 I3 W3 I2 W2 I1 W1 I0 W0 | ...
+    F0 F1 F2 F3 B3 B2 B1 B0 | F0..F3 B3..B0 in one | F0 F1 F2 F3 I3 W3 I2 W2 I1 W1 I0 W0 | F0 F1 ...
 
 Of equal units only the first runs, except where the whole runs.
 """
@@ -111,7 +112,7 @@ class Passes:
         # Samples [s], one a pass: of the first of equal units, and of the whole.
         self.times: dict[int, dict[Op, list[float]]] = {i: defaultdict(list) for i in self.firsts}
         self.step: dict[Op, list[float]] = defaultdict(list)
-        self.splits = False
+        self.split_forward: dict[int, list[float]] = defaultdict(list)  # forwards whose backward can be split
         found = {i: without_activations(self.samples[i].stage.units) for i in self.firsts}
         self._less = {i: Calls(through) for i, through in found.items() if through}
         # By the first of equal units that can keep less: bytes, and samples without and with that [s].
@@ -254,15 +255,17 @@ class Passes:
             self.times[index][Op.B].append(self._clock.between(c, d))
 
     def run_split(self, *, keep: bool) -> None:
-        """The same with I, then W, in the place of B; units that have only one of them are left out."""
-        self.splits = True
+        """The same with I, then W, in the place of B; of units that have only one of them F alone."""
         stamp = self._clock.stamp
+        forwards: dict[int, tuple[Stamp, Stamp]] = {}
         marks: dict[int, tuple[Stamp, Stamp, Stamp]] = {}
         split = SplitBackward()
         live: list[tuple[int, Tensors, Tensors]] = []
         for index in self.firsts:
+            begin = stamp()
             with split.forward():
                 live.append((index, *self.forward(index)))
+            forwards[index] = begin, stamp()
         while live:
             index, leaves, outputs = live.pop()
             sample = self.samples[index]
@@ -277,7 +280,11 @@ class Passes:
             marks[index] = (begin, middle, stamp())
             del leaves, outputs
         self._clock.settle()
-        for index, (a, b, c) in marks.items() if keep else ():
+        if not keep:
+            return
+        for index, span in forwards.items():
+            self.split_forward[index].append(self._clock.between(*span))
+        for index, (a, b, c) in marks.items():
             self.times[index][Op.I].append(self._clock.between(a, b))
             self.times[index][Op.W].append(self._clock.between(b, c))
 

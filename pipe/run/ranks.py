@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import platform
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +13,7 @@ from ...comm.links import ping_pong, waking_seconds
 from ...comm.process_group import Link, ProcessGroupTransport
 from ...partition.model.forms import Arguments, Tensors
 from ...partition.profiler.clock import clock_for
+from ...partition.profiler.memory import keep_freed_memory
 from ...schedules.messages import Transfer
 from ...schedules.program import RankProgram
 from ..batch.batches import read_loss, share_of_sum
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 
 
 _OVERLAPPING = 4  # batches in a measured timeline, where they overlap
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # options of mallopt(3)
 
 StagesOf = dict[int, dict[int, Stage]]  # by local rank and number
 
@@ -94,18 +91,6 @@ class RankLinks:
         hot, cold = (ping_pong(transport, specs, device=device, timeout=timeout, cold=cold) for cold in (False, True))
         # both ends are in the overhead of actions
         return hot.latency + waking_seconds(hot, cold) if transport.rank == 0 else 0.0
-
-
-@cache  # once per process
-def keep_freed_memory() -> None:
-    """Let malloc keep freed memory for the next batch, as torch's allocator does on CUDA. By default glibc returns free
-    memory at the heap's end, so that each step pays for fresh pages: a fifth of the time of a CNN. Nothing changes
-    where the environment configures malloc, or with another malloc."""
-    if platform.libc_ver()[0] != "glibc" or any(n.startswith(("MALLOC_", "GLIBC_TUNABLES")) for n in os.environ):
-        return
-    mallopt = ctypes.CDLL(None).mallopt
-    if mallopt(_MMAP_THRESHOLD, 1 << 30) or mallopt(_MMAP_THRESHOLD, 1 << 25):  # newer ones accept 32 MiB at most
-        mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 class Ranks:

@@ -6,6 +6,7 @@ import copy
 import re
 import time
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from support.inside import (
 )
 from torch import Tensor, nn
 
+from stagewright import deferred
 from stagewright.partition import Node, Profile
 
 FLOAT = 4
@@ -77,7 +79,25 @@ def test_sleeping_modules_take_what_they_sleep() -> None:
     assert third.input_grad_seconds >= 0.03  # an autograd.Function computes both at once: nothing is left for W
     assert third.weight_grad_seconds < 0.03
     # The first one's input wants no gradient, so it is no equal of the third.
-    assert (first.input_grad_seconds, first.weight_grad_seconds) == (0.0, first.backward_seconds)
+    assert first.input_grad_seconds == 0.0
+    assert first.weight_grad_seconds >= first.backward_seconds
+
+
+class SlowToSplit(SleepingStage):
+    """Takes 10 ms more where somebody looks at its operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.01 if torch._C._len_torch_function_stack() else 0)
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("ticking")
+def test_what_a_forward_takes_longer_for_a_split_backward_counts_to_i() -> None:
+    model = nn.Sequential(*(SlowToSplit(0.02, 0.03) for _ in range(2)))
+    first, second = quick(model, torch.randn(2, TINY_WIDTH), repetitions=4).nodes
+    assert first.forward_seconds == pytest.approx(0.02, rel=0.01)
+    assert (first.input_grad_seconds, first.weight_grad_seconds) == (0.0, pytest.approx(0.04, rel=0.01))
+    assert second.input_grad_seconds == pytest.approx(0.04, rel=0.01)
 
 
 class Counted(nn.Linear):
@@ -138,10 +158,21 @@ def test_the_blocks_of_a_model_are_equal_but_the_last_part_has_the_loss() -> Non
     assert all(node.seconds > 0 for node in profile.nodes)
 
 
+@pytest.mark.parametrize("build", [nullcontext, deferred])
+def test_memory_is_freed_as_in_a_run(monkeypatch: pytest.MonkeyPatch, build: Any) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("stagewright.partition.profiler.measure.keep_freed_memory", lambda: asked.append(1))
+    with build():
+        model = nn.Sequential(nn.Linear(512, 512))
+    quick(model, torch.randn(2, 512))
+    assert bool(asked) == (build is nullcontext)
+
+
 def test_parts_with_one_kind_of_gradient_have_all_of_b_in_it() -> None:
     nodes = quick(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)).nodes
-    assert (nodes[0].input_grad_seconds, nodes[0].weight_grad_seconds) == (0.0, nodes[0].backward_seconds)
-    assert (nodes[1].input_grad_seconds, nodes[1].weight_grad_seconds) == (nodes[1].backward_seconds, 0.0)
+    assert nodes[0].input_grad_seconds == nodes[1].weight_grad_seconds == 0.0
+    assert nodes[0].weight_grad_seconds >= nodes[0].backward_seconds
+    assert nodes[1].input_grad_seconds >= nodes[1].backward_seconds
     assert nodes[2].input_grad_seconds > 0
     assert nodes[2].weight_grad_seconds > 0
     unsplit = quick(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), split_backward=False).nodes
