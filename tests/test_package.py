@@ -12,7 +12,6 @@ import types
 from pathlib import Path
 
 import pytest
-from support import inside
 
 import stagewright
 
@@ -262,19 +261,3 @@ def test_tests_import_packages_alone_and_the_rest_from_one_place():
     """What moves inside the library changes a line of `support/inside.py`, not twenty files."""
     found = {path.relative_to(TESTS): deep_imports(path.read_text()) for path in TESTS.rglob("*.py")}
     assert {path: names for path, names in found.items() if names and path != Path("support/inside.py")} == {}
-
-
-@pytest.mark.thorough
-def test_the_one_place_names_what_stands_there_and_is_asked_for():
-    listed = [*" ".join(inside._NAMES.values()).split(), *inside._ALIKE, *inside._MODULES]
-    assert [name for name in set(listed) if listed.count(name) > 1] == []  # a second would hide the first
-    names = set(listed)
-    assert all(getattr(inside, name) is not None for name in names)
-    asked = set()
-    for path in TESTS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module == "support.inside":
-                asked |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "inside":
-                asked.add(node.attr)
-    assert names == asked & names, sorted(names - asked)
