@@ -1,15 +1,22 @@
-"""README.md and docs/: every example, snippet and command in them is run, or at least read by its command."""
+"""README.md, docs/ and docstrings: every example and command in them is run, or at least read by its command.
+
+Files and names that they mention exist; the pages build as a site, and a link that leads nowhere fails.
+"""
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import importlib.util
 import logging
+import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +160,122 @@ def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def modules() -> list[str]:
+    """Names of the modules with examples; a `__main__` is a command, not for import."""
+    folders = [init.parent for init in ROOT.glob("*/__init__.py")]
+    files = [path.relative_to(ROOT) for folder in folders for path in folder.rglob("*.py")]
+    files = [path for path in files if ">>>" in (ROOT / path).read_text(encoding="utf-8")]
+    names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files]
+    return sorted(f"stagewright.{name}" for name in names if not name.endswith("__main__"))
+
+
+@pytest.mark.thorough(
+    but=["stagewright.experiments.jobs.case", "stagewright.partition.recompute", "stagewright.schedules.search.joint"]
+)
+@pytest.mark.parametrize("name", modules())
+def test_docstring_examples(name):
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0, f"{result.failed} of {result.attempted} examples fail, see the captured output"
+
+
+PACKAGES = ("cli", "comm", "experiments", "integrations", "partition", "pipe", "schedules", "viz")
+FOLDERS = (*PACKAGES, "docs", "examples", "tests")
+NAMED_PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+MODULES = sorted([*ROOT.glob("*.py"), *(file for folder in PACKAGES for file in (ROOT / folder).rglob("*.py"))])
+OF_READERS = {"FILE.py", "file.py", "mine.py", "my_data.py", "my_models.py", "script.py", "train.py"}  # of their own
+PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w*/]")
+FILE = re.compile(r"(?<![\w./*])\w+\.py\b(?!\()")
+DOTTED = re.compile(r"(?<![\w./-])stagewright(?:\.[A-Za-z]\w*)+")
+OF_SCRIPTS = {"stagewright.extend"}  # of the page's JavaScript
+
+
+def missing_paths(text: str) -> Iterator[str]:
+    for path in PATH.findall(text):
+        if not any(ROOT.glob(path.rstrip("/."))):
+            yield path
+
+
+def missing_names(text: str) -> Iterator[str]:
+    for name in DOTTED.findall(text):
+        if name not in OF_SCRIPTS and not is_name(name):
+            yield name
+
+
+def is_name(dotted: str) -> bool:
+    """Whether it is a module, or something in one."""
+    parts = dotted.split(".")
+    for split in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:split]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[split:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+@cache
+def known_files() -> set[str]:
+    return {file.name for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")} | OF_READERS
+
+
+@pytest.mark.parametrize("page", NAMED_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_what_a_page_names_exists(page: Path) -> None:
+    text = re.sub(r"^::: .*$", "", page.read_text(encoding="utf-8"), flags=re.M)  # the site's build finds those
+    members = {
+        "sw": {*dir(stagewright), *stagewright.pipe.__all__},
+        "pipe": set(dir(stagewright.PipelineModule)) | {"device", "rank", "schedule", "plan", "optimizers"},
+    }
+    missing = [
+        *missing_paths(text),
+        *missing_names(text),
+        *(name for name in FILE.findall(text) if name not in known_files()),
+    ]
+    for prefix, names in members.items():
+        missing += [
+            f"{prefix}.{name}" for name in re.findall(rf"(?<![\w./]){prefix}\.(\w+)", text) if name not in names
+        ]
+    assert missing == []
+
+
+def test_what_docstrings_name_exists() -> None:
+    missing = []
+    for module in MODULES:
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node, clean=False) or ""
+                place = f"{module.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+                missing += [f"{place}: {name}" for name in (*missing_paths(text), *missing_names(text))]
+    assert missing == []
+
+
+HAS_MKDOCS = importlib.util.find_spec("material") is not None and importlib.util.find_spec("mkdocstrings") is not None
+WORDS = 28_200
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not HAS_MKDOCS, reason="needs mkdocs-material and mkdocstrings: make extras")
+def test_the_site_builds_and_its_links_lead_somewhere(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reference = (tmp_path / "site" / "reference" / "index.html").read_text(encoding="utf-8")
+    public = [name for name in stagewright.__all__ if not name.startswith("_")]
+    assert [name for name in public if f'id="stagewright.{name}"' not in reference] == []
+    for page, figure in {"index.html": "timeline.png", "results/bubbles/index.html": "bubbles.png"}.items():
+        text = (tmp_path / "site" / page).read_text(encoding="utf-8")
+        (source,) = re.findall(rf'<img[^>]* src="([^"]*{figure})"', text)
+        assert (tmp_path / "site" / page).parent.joinpath(source).exists(), f"{page}: {source}"
+
+
+def test_pages_are_short() -> None:
+    pages = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+    pages += [page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "decisions"]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= WORDS

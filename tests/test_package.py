@@ -1,4 +1,6 @@
-"""The package as a whole: what importing it costs, and which folder may import which."""
+"""The package as a whole: what importing it costs, which folder may import which, and how its large records show."""
+
+from __future__ import annotations
 
 import ast
 import graphlib
@@ -9,11 +11,17 @@ import subprocess
 import sys
 import tomllib
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import stagewright
+from stagewright.partition import Cluster, Node, Profile, plan
+from stagewright.pipe import EvalResult, PipelineModule, StepResult
+from stagewright.schedules import Costs, build, simulate
 
 ROOT = Path(stagewright.__file__).parent
 TESTS = Path(__file__).parent
@@ -261,3 +269,34 @@ def test_tests_import_packages_alone_and_the_rest_from_one_place():
     """What moves inside the library changes a line of `support/inside.py`, not twenty files."""
     found = {path.relative_to(TESTS): deep_imports(path.read_text()) for path in TESTS.rglob("*.py")}
     assert {path: names for path, names in found.items() if names and path != Path("support/inside.py")} == {}
+
+
+def test_records_are_shown_in_a_line() -> None:
+    schedule = build("interleaved", num_ranks=2, num_microbatches=4)
+    nodes = [Node(name=name, forward_seconds=0.01, backward_seconds=0.02) for name in "ab"]
+    profile = Profile(nodes=nodes, microbatch_size=2)
+    found = plan(profile, Cluster.from_levels([(1, 1e9)]), global_batch=8, pipeline_sizes=(1,), schedules=("1f1b",))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipe = PipelineModule(model, mesh={"pipe": 2}, num_microbatches=4)
+    streamed = build("2bw", num_ranks=2, num_microbatches=2)
+    shown = {
+        repr(schedule): "<Schedule interleaved: 2 ranks, 4 stages, 4 microbatches>",
+        repr(streamed): "<Schedule 2bw: 2 ranks, 2 stages, 2 microbatches, 8 batches>",
+        repr(
+            simulate(schedule, Costs(forward=1.0, backward=2.0))
+        ): "<Timeline simulated: <Schedule interleaved: 2 ranks, "
+        "4 stages, 4 microbatches>, makespan 27.0 s, bubble 11.1%>",
+        repr(profile): "<Profile measured: 2 nodes on device, float32, microbatch of 2>",
+        repr(found): "<Plan 1f1b, 1 stage on 1 device, 240 ms a batch>",
+        repr(pipe): "<PipelineModule Sequential: <Schedule 1f1b: 2 ranks, 2 stages, 4 microbatches>>",
+        repr(EvalResult(loss=0.5, output={"logits": torch.zeros(3, 2), "n": 1})): "EvalResult(loss=0.5, "
+        "output={'logits': Tensor[3, 2], 'n': 1})",
+    }
+    assert list(shown) == list(shown.values())
+
+
+def test_a_step_shows_what_is_known() -> None:
+    result = StepResult(loss=0.5, loss_step=3, _timeline=lambda: pytest.fail("not asked for"))
+    assert repr(result) == "StepResult(loss=0.5, loss_step=3, grad_norm=None, skipped=False)"
+    late = replace(result, loss=None, loss_step=None)
+    assert repr(late).startswith("StepResult(loss=None: batches overlap")

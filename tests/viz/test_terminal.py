@@ -1,15 +1,31 @@
-"""Timelines as text: what stands in which column, with and without colours."""
+"""Timelines as text, their colours, and traces for Perfetto: slices nest, flows pair up, times are microseconds."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter, defaultdict
 from dataclasses import replace
+from itertools import combinations
 
+import numpy as np
 import pytest
-from support.inside import OP_HUES, render_terminal
+from support.inside import OP_HUES, palette, render_terminal, replicate
 
-from stagewright.schedules import Costs, RankTrace, Schedule, Span, Timeline, build, simulate
-from stagewright.viz import Exhibit, MeasuredStep
+from stagewright.schedules import (
+    Costs,
+    Idle,
+    MemoryPart,
+    MessageKind,
+    Op,
+    RankTrace,
+    Schedule,
+    Span,
+    Timeline,
+    build,
+    simulate,
+)
+from stagewright.viz import Exhibit, MeasuredStep, write_perfetto
 
 
 @pytest.fixture(autouse=True)
@@ -119,3 +135,192 @@ def test_what_it_refuses() -> None:
         render_terminal([])
     with pytest.raises(ValueError, match="width=39: expected a number of columns, at least 40"):
         render_terminal([shown(build("gpipe", num_ranks=1, num_microbatches=1))], width=39)
+
+
+def test_everything_has_a_colour_of_its_own():
+    assert set(palette.OP_HUES) == set(palette.OP_WORDS) == {Op.F, Op.B, Op.I, Op.W, Op.U}
+    assert len(set(palette.OP_HUES.values())) == 5
+    assert set(palette.MESSAGE_HUES) == set(palette.MESSAGE_WORDS) == set(MessageKind)
+    assert len(set(palette.MESSAGE_HUES.values())) == len(MessageKind)
+    assert len(set(palette.MESSAGE_WORDS.values())) == len(MessageKind)
+    assert tuple(palette.CAUSE_HUES) == Idle._fields
+    assert len(set(palette.CAUSE_HUES.values())) == len(Idle._fields)
+
+
+@pytest.mark.parametrize("op", palette.OP_HUES)
+def test_shades_of_chunks_grow_paler(op):
+    shades = [sum(palette.box_colour(op, chunk=chunk, num_chunks=4, batch=0)) for chunk in range(4)]
+    assert shades == sorted(shades)
+    assert len(set(shades)) == 4
+    alone, first = (palette.box_colour(op, chunk=0, num_chunks=number, batch=0) for number in (1, 4))
+    assert alone == first
+
+
+@pytest.mark.parametrize("op", palette.OP_HUES)
+def test_every_other_batch_is_paler(op):
+    full, odd, again, later = (palette.box_colour(op, chunk=0, num_chunks=1, batch=batch) for batch in (0, 1, 4, 7))
+    assert again == full
+    assert odd == later
+    assert all(pale >= colour for pale, colour in zip(odd, full, strict=True))
+    assert sum(odd) > sum(full) + 0.3
+
+
+# Machado, Oliveira, Fernandes 2009, severity 1: linear RGB as it is seen.
+SIGHT = {
+    "common": np.eye(3),
+    "protan": [(0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)],
+    "deutan": [(0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)],
+    "tritan": [(1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)],
+}
+TO_XYZ = np.array([(0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505)])
+
+
+def linear(colour):
+    return np.array([c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour])
+
+
+def cielab(colour, sight):
+    x, y, z = np.cbrt(TO_XYZ @ np.clip(np.array(SIGHT[sight]) @ linear(colour), 1e-3, 1) / (0.9505, 1, 1.089))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def contrast(*hues):
+    low, high = sorted(float(TO_XYZ[1] @ linear(palette.rgb(hue))) for hue in hues)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+def test_idle_causes_are_told_apart_and_are_no_blue_of_a_forward(sight):
+    causes = [cielab(palette.rgb(hue), sight) for hue in palette.CAUSE_HUES.values()]
+    assert min(np.linalg.norm(a - b) for a, b in combinations(causes, 2)) > 20
+    forwards = [cielab(palette.box_colour(Op.F, chunk=c, num_chunks=2, batch=0), sight) for c in range(2)]
+    held = cielab(palette.rgb(palette.MEMORY_HUES[MemoryPart.ACTIVATIONS]), sight)
+    assert min(np.linalg.norm(a - b) for a in (*causes, held) for b in forwards) > 20
+
+
+@pytest.mark.parametrize("hue", palette.CAUSE_HUES.values())
+def test_idle_causes_show_on_both_grounds(hue):
+    assert contrast(hue, "#FFFFFF") > 1.6
+    assert contrast(hue, "#1C2129") > 2.3
+
+
+def written(timelines, tmp_path):
+    path = tmp_path / "trace.json"
+    write_perfetto(timelines, path)
+    return json.loads(path.read_text())
+
+
+def of_phase(trace, phase):
+    return [event for event in trace["traceEvents"] if event["ph"] == phase]
+
+
+def named(trace, kind):
+    """The text of each name that metadata give: (pid, tid) -> name."""
+    return {(e["pid"], e["tid"]): e["args"]["name"] for e in of_phase(trace, "M") if e["name"] == kind}
+
+
+def example(*, latency=0.0, update=0.0, num_chunks=2):
+    schedule = build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=num_chunks)
+    return simulate(schedule, Costs(forward=0.010, backward=0.020, latency=latency, update=update))
+
+
+def test_lanes_for_compute_and_messages(tmp_path):
+    trace = written(example(latency=0.035), tmp_path)
+    assert named(trace, "process_name") == {(0, 0): "rank 0", (1, 0): "rank 1"}
+    threads = named(trace, "thread_name")
+    assert (threads[0, 0], threads[0, 100], threads[0, 101]) == ("compute", "receive", "receive 2")
+    by_thread = defaultdict(Counter)
+    for event in of_phase(trace, "X"):
+        by_thread[threads[event["pid"], event["tid"]].split()[0]][event["name"].split()[0]] += 1
+    assert by_thread == {"compute": {"F": 16, "B": 16}, "receive": {"act": 12, "grad": 12}}
+    assert len(of_phase(trace, "s")) == len(of_phase(trace, "f")) == 12 + 12
+    order = {
+        (e["pid"], e["tid"]): e["args"]["sort_index"] for e in of_phase(trace, "M") if e["name"] == "thread_sort_index"
+    }
+    assert order[0, 0] < order[0, 100] < order[0, 101]
+
+
+def test_sums_of_gradients_have_a_lane(tmp_path):
+    schedule = replicate(build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2), 2)
+    trace = written(simulate(schedule, Costs(latency=0.1, reduce_grad=5.0, update=0.5)), tmp_path)
+    threads = named(trace, "thread_name")
+    assert (threads[0, 200], threads[0, 201]) == ("together", "together 2")
+    sums = [e for e in of_phase(trace, "X") if e["tid"] >= 200 and e["pid"] == 0]
+    assert [e["args"]["collective"] for e in sums] == ["2REDUCE_GRAD0", "0REDUCE_GRAD0"]
+    last = max(e["ts"] for e in of_phase(trace, "X") if e["pid"] == 0 and e["name"].startswith("B"))
+    assert sums[0]["ts"] < last < sums[0]["ts"] + sums[0]["dur"]
+
+
+def test_slices_say_what_they_are(tmp_path):
+    trace = written(example(latency=0.002, update=0.004), tmp_path)
+    by_action = {e["args"].get("action"): e for e in of_phase(trace, "X")}
+    assert by_action["1F0"]["args"] == {
+        "action": "1F0",
+        "stage": 1,
+        "microbatch": 0,
+        "idle_before_us": 12_000.0,
+        "idle_cause": "warm_up",
+    }
+    assert by_action["0F1"]["args"] == {"action": "0F1", "stage": 0, "microbatch": 1}
+    assert by_action["2U0"]["args"] == {"action": "2U0", "stage": 2, "update_group": 0}
+    grad = next(e for e in of_phase(trace, "X") if e["name"] == "grad 3")
+    assert grad["args"]["from_stage"] == grad["args"]["to_stage"] + 1
+
+
+def test_timelines_side_by_side(tmp_path):
+    simulated, measured = example(), replace(example(latency=0.001).shifted(5.0), measured=True)
+    trace = written([("simulated", simulated), ("measured", measured)], tmp_path)
+    names = {pid: name for (pid, _), name in named(trace, "process_name").items()}
+    assert names == {0: "simulated rank 0", 1: "simulated rank 1", 2: "measured rank 0", 3: "measured rank 1"}
+    sort = {e["pid"]: e["args"]["sort_index"] for e in of_phase(trace, "M") if e["name"] == "process_sort_index"}
+    assert sort == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert min(e["ts"] for e in of_phase(trace, "X") if e["pid"] == 2) == 0.0
+    ids = Counter(e["id"] for e in of_phase(trace, "s"))
+    assert set(ids.values()) == {1}
+    facts = trace["otherData"]
+    assert facts["measured"]["measured"] is True
+    assert facts["simulated"]["makespan_bubble"] == simulated.makespan_bubble
+
+
+def test_bytes_are_the_same_each_time(tmp_path):
+    timeline = example(latency=0.003)
+    for name in ("a", "b"):
+        write_perfetto(timeline, tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_an_arrow_back_in_time_is_left_out(tmp_path):
+    """Clocks of two hosts that disagree: rank 1 seems to use what rank 0 has not begun to make."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=1)
+    ahead, behind = simulate(schedule, Costs()).ranks
+    early = tuple(Span(what, start - 3.0, end - 3.0) for what, start, end in behind.compute)
+    timeline = Timeline(schedule=schedule, ranks=(ahead, RankTrace(compute=early)), measured=True)
+    trace = written(timeline, tmp_path)
+    assert [e["name"] for e in of_phase(trace, "s")] == ["grad 0"]
+    assert min(e["ts"] for e in of_phase(trace, "X")) == 0.0
+
+
+def test_a_window_of_a_stream_has_the_arrows_it_knows(tmp_path):
+    """The first gradients come from a batch before it: no maker, no arrow."""
+    timeline = simulate(build("2bw", num_ranks=2, num_microbatches=2), Costs(latency=0.25))
+    ranks = tuple(replace(trace, compute=trace.compute[12:24]) for trace in timeline.ranks)
+    trace = written(replace(timeline, ranks=ranks, measured=True), tmp_path)
+    assert 0 < len(of_phase(trace, "s")) == len(of_phase(trace, "f")) < 16
+    assert (
+        trace["otherData"]["timeline"]["batch_seconds"] == replace(timeline, ranks=ranks, measured=True).batch_seconds
+    )
+
+
+def test_an_empty_timeline_names_its_ranks(tmp_path):
+    schedule = build("gpipe", num_ranks=2, num_microbatches=1)
+    trace = written(Timeline(schedule=schedule, ranks=(RankTrace(compute=()),) * 2), tmp_path)
+    assert set(named(trace, "process_name").values()) == {"rank 0", "rank 1"}
+    assert not of_phase(trace, "X")
+
+
+def test_refuses_nothing_and_names_that_stand_twice(tmp_path):
+    with pytest.raises(ValueError, match="at least one"):
+        write_perfetto([], tmp_path / "x.json")
+    with pytest.raises(ValueError, match=r"timelines named \['a', 'a'\]: expected another name for each"):
+        write_perfetto([("a", example()), ("a", example())], tmp_path / "x.json")
+    assert not (tmp_path / "x.json").exists()

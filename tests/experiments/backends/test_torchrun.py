@@ -1,4 +1,4 @@
-"""The torchrun line: what it says, that words pass unharmed, and restarts over two nodes."""
+"""Back ends by name. The torchrun line: what it says, that words pass unharmed, and restarts over two nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.inside import Nodes, torchrun_words
+from support.inside import BACKENDS, Access, Nodes, RunOptions, backend, torchrun_words
 from support.inside import RecordsWork as Work
 
 from .nodes import HOSTILE
@@ -111,3 +111,23 @@ def test_a_rank_that_dies_twice_is_started_again_on_both_nodes_in_their_order(tm
     for node in (0, 1):
         lines = (tmp_path / f"{node}.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in lines] == [[node, 1.0]] * 3
+
+
+def test_every_back_end_is_made_by_its_name_and_says_it(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a\nb slots=2\n")
+    access = Access(hosts=tmp_path / "hosts", slurm=("partition=long",), interface="eth0")
+    for name in BACKENDS:
+        assert backend(name, say=print, access=access).name == name
+    assert access.arguments("slurm") == {"options": {"partition": "long"}, "interface": "eth0"}
+    assert [host.host for host in access.arguments("ssh")["hosts"]] == ["a", "b"]
+
+
+def test_options_that_are_missing_or_cannot_be_are_told() -> None:
+    with pytest.raises(ValueError, match="--backend ssh: type --hosts FILE, one host a line"):
+        backend("ssh", say=print)
+    with pytest.raises(ValueError, match="--slurm partition: expected NAME=VALUE, such as partition=long"):
+        backend("slurm", say=print, access=Access(slurm=("partition",)))
+    with pytest.raises(ValueError, match="unknown back end 'slrum'; did you mean slurm"):
+        backend("slrum", say=print)
+    with pytest.raises(ValueError, match="--hosts is for --backend ssh, not for --backend local"):
+        RunOptions(name="x", backend="local", hosts=Path("hosts")).changes()

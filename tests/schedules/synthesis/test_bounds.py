@@ -13,11 +13,10 @@ from support.posed import pose
 
 from stagewright.schedules import Costs, MemoryLimitError, synthesize
 
-from ..test_bounds import orders
+from ..test_costs import orders
 from . import cp_sat
-from .instances import COUNT, random_problem
+from .instances import COUNT, published, random_problem, request
 from .make_optima import read
-from .published import published, request
 
 
 @pytest.mark.thorough

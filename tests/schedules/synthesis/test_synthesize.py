@@ -12,9 +12,8 @@ from support.posed import pose
 
 from stagewright.schedules import FAMILIES, Costs, Link, Links, Op, Schedule, build, check, simulate, synthesize
 
-from .instances import random_problem
+from .instances import published, random_problem, request
 from .make_optima import read
-from .published import published, request
 
 SLOPED = Costs(
     forward=[1.0, 1.5, 1.0, 1.25], input_grad=[1.5, 1.0, 1.0, 1.0], weight_grad=[0.75, 0.5, 1.0, 0.5], latency=0.25
