@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from textwrap import dedent
 
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
+from support.grids import nightly
 from support.inside import MOVE_OPS, RankProgram, Sharing, Transfer, make_stream, where_sends_wait
 from support.sizes import fitting
 
@@ -170,7 +172,7 @@ def test_what_is_no_order(schedule: Schedule, message: str) -> None:
         check(schedule)
 
 
-RANKS = (1, 2, 3, 4, 6, pytest.param(8, marks=pytest.mark.nightly))
+RANKS = (1, 2, 3, 4, 6, nightly(8))
 MICROBATCHES = (1, 2, 3, 5, 8, 13)
 
 
@@ -305,20 +307,14 @@ def prove(name: str, P: int, V: int, M: int) -> None:
     assert where_sends_wait([stream.whole(rank, 3) for rank in range(P)]) is None
 
 
-@pytest.mark.thorough(but=["chimera"])
+@pytest.mark.thorough(but=["few-chimera"])
 @pytest.mark.parametrize("name", [*FLUSH, *ASYNC])
-def test_all_families_end(name: str) -> None:
-    for sizes in [(2, 2, 8), (5, 3, 10), (6, 3, 16)]:
-        prove(name, *sizes)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [*FLUSH, *ASYNC])
-def test_all_families_end_at_many_sizes(name: str) -> None:
-    for P in (2, 3, 4, 5, 6, 8, 11):
-        for M in (1, 2, 5, 8, 13, 16, 24, 36):
-            for V in (1, 2, 3, 5) if FAMILIES[name].takes_chunks else (1,):
-                prove(name, P, V, M)
+@pytest.mark.parametrize("sizes", ["few", nightly("many")])
+def test_all_families_end(name: str, sizes: str) -> None:
+    chunks = (1, 2, 3, 5) if FAMILIES[name].takes_chunks else (1,)
+    many = product((2, 3, 4, 5, 6, 8, 11), chunks, (1, 2, 5, 8, 13, 16, 24, 36))
+    for P, V, M in many if sizes == "many" else [(2, 2, 8), (5, 3, 10), (6, 3, 16)]:
+        prove(name, P, V, M)
 
 
 def test_programs_that_wait_for_each_other_in_any_case_are_no_schedule() -> None:

@@ -28,7 +28,7 @@ from stagewright.schedules import (
 from stagewright.schedules import lower as lower_any
 
 from .random_schedules import schedules, steady
-from .reference import data_edges, delivered, name_of_message, peak_receives
+from .reference import data_edges, name_of_message, peak_receives
 
 
 def lower(schedule: Schedule, sharing: Sharing = NOTHING_SHARED, **given: Any) -> Lowered:
@@ -177,13 +177,6 @@ def test_receives_do_not_grow_with_the_microbatches(name: str, P: int, chunks: i
     assert peaks[0] == peaks[1] == peaks[2]
     neighbours = 2 if P > 2 else 1
     assert max(peaks[0]) <= 4 * neighbours
-
-
-@steady
-@given(lowered_schedules)
-def test_ranks_run_to_the_end(lowered: Lowered) -> None:
-    """In any interleaving: what a rank waits for does not depend on who goes on first."""
-    delivered(lowered)
 
 
 @pytest.mark.thorough

@@ -104,23 +104,6 @@ def replayed(program: Sequence[Action], every: int) -> tuple[int, int]:
 # --- speed ---
 
 
-@pytest.mark.thorough(but=["1-pipedream"])
-@pytest.mark.parametrize("name", ASYNC)
-@pytest.mark.parametrize("P", RANKS)
-def test_no_bubble_when_links_and_updates_are_free(name: str, P: int) -> None:
-    for M in microbatches_for(P):
-        schedule = build(name, num_ranks=P, num_microbatches=M)
-        for F, B in FB:
-            timeline = simulate(schedule, Costs(forward=F, backward=B))
-            assert timeline.bubble == timeline.makespan_bubble == timeline.span_bubble == 0.0
-            assert timeline.batch_seconds == M * (F + B)
-            assert timeline.makespan == (schedule.total_indices + P - 1) * (F + B)  # warm-up and drain, once
-            assert (timeline.peak_versions, timeline.staleness) == (
-                check(schedule).peak_versions,
-                check(schedule).staleness,
-            )
-
-
 @pytest.mark.parametrize("name", ASYNC)
 def test_an_update_takes_its_time(name: str) -> None:
     """Once a group on every rank: that much more a batch, and no work of the pipeline."""

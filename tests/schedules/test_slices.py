@@ -164,16 +164,6 @@ def test_slices_of_equal_work_are_faster_than_equal_ones() -> None:
     assert found[1] < 0.9 * found[0]
 
 
-def test_a_fixed_cost_limits_the_number_of_slices() -> None:
-    counts = [
-        len(shortest_lengths(32, CausalSeconds(per_token=1.0, per_pair=0.1, fixed=fixed), num_ranks=8))
-        for fixed in (0.0, 1.0, 10.0, 1000.0)
-    ]
-    assert counts == sorted(counts, reverse=True)
-    assert counts[0] > 16  # the last token alone sets the pace then
-    assert counts[-1] == 1
-
-
 @pytest.mark.parametrize(
     ("total", "n", "multiple", "message"),
     [
