@@ -338,9 +338,6 @@ def test_the_place_in_other_data_is_refused() -> None:
         next(several)
 
 
-@pytest.mark.thorough(
-    but=["before2-now2-is to go on with --lr 0.1: expected the same options; type the command without --lr"]
-)
 @pytest.mark.parametrize(
     ("before", "now", "message"),
     [

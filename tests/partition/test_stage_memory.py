@@ -371,14 +371,3 @@ def test_replicas_with_a_divided_optimizer(schedule: str, stash: float) -> None:
             assert most == without_messages(said)
         assert (said.communication >= summing) == (is_behind or schedule == "2bw")
         assert curve.peak <= said.total
-
-
-def test_plans_keep_what_the_curves_need() -> None:
-    found = planned_curves("1f1b", memory_limit=50_000.0)
-    assert found.memory_limits == dict.fromkeys(range(4), 50_000.0)
-    again = Plan.from_json(found.to_json())
-    assert again == found
-    assert again.stage_bytes == found.stage_bytes
-    assert len(again.stage_bytes) == 4
-    roomy = planned_curves("1f1b")
-    assert roomy.memory_limits == {}

@@ -87,13 +87,6 @@ GOOD = build("1f1b", num_ranks=2, num_microbatches=3)
 ONE = build("1f1b", num_ranks=1, num_microbatches=1)
 
 
-@pytest.mark.thorough(
-    but=[
-        "1-1F0 1B0 1F1 1B1 1F2-missing: 1B2",
-        "1-1F0 1B0 1W0 1F1 1B1 1F2 1B2-1B0 occurs alongside 1I0 or 1W0: expected B, or I and W",
-        "1-1F0 1B0 1F0 1F1 1B1 1F2 1B2 1B2-1F0, 1B2 occur more than once",
-    ]
-)
 @pytest.mark.parametrize(
     ("rank", "program", "message"),
     [

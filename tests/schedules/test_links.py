@@ -211,12 +211,6 @@ def test_mistakes(make: object, message: str) -> None:
         make()  # type: ignore[operator]
 
 
-@pytest.mark.thorough(
-    but=[
-        "links0-activation_bytes has 2 numbers for 1 edges",
-        "links5-links=\\\\[\\\\]: expected Links\\\\(\\\\.\\\\.\\\\.\\\\), or None",
-    ]
-)
 @pytest.mark.parametrize(
     ("links", "message"),
     [
