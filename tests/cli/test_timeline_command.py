@@ -8,15 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import Cli
-from support.inside import (
-    CostOptions,
-    Request,
-    compare_exhibits,
-    comparison_table,
-    main,
-    read_exhibits,
-    shape_notes,
-)
+from support.inside import CostOptions, Request, compare_exhibits, comparison_table, main, read_exhibits, shape_notes
 from support.run_folder import write_run
 
 from stagewright.partition import Cluster, Node, Profile, plan

@@ -95,10 +95,7 @@ CAUSES: dict[str, tuple[dict[int, Account], str]] = {
         {0: Account((1, 2, 3), True, "all"), 1: Account((0, 2, 3), False, "b"), 2: Account((0, 1, 3), False, "c")},
         "rank 3, which rank 0 waited for, reports nothing: it is stalled, or still busy",
     ),
-    "a failure counts more than silence": (
-        {0: Account((1, 2), False, "all"), 2: OWN},
-        "rank 2 failed: KeyError: 'x'",
-    ),
+    "a failure counts more than silence": ({0: Account((1, 2), False, "all"), 2: OWN}, "rank 2 failed: KeyError: 'x'"),
 }
 
 
@@ -309,12 +306,11 @@ def test_torchrun_ends_with_the_cause_and_the_users_own_lines(
     assert "registry.py" not in last
 
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no /proc here")
-
-
 @pytest.fixture
 def three() -> Iterator[list[socket.socket]]:
     """A listening socket, one that is connected to it, and what it has accepted behind that."""
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("no /proc here")
     with kept_from_children():
         listening = socket.create_server(("127.0.0.1", 0))
         ours = socket.create_connection(listening.getsockname())

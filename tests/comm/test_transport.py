@@ -206,29 +206,6 @@ def test_a_watched_message_is_seen_to_come(gloo: Pool) -> None:
     assert gloo.run(seen_to_come, ranks=2)[1] == [False] * count + [True] * (count - 1) + [False] * (count + 1)
 
 
-def late_receiver() -> str:
-    mine = transport(timeout=0.5)
-    if dist.get_rank() == 0:
-        tensors = [torch.ones(1000)]
-        mine.send(act(3), 1, tensors, specs_of(tensors))
-        try:
-            mine.drain(5.0)
-        except PipelineTimeout as error:
-            return str(error)
-        finally:
-            tell()
-    else:
-        until_told()
-    return ""
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_a_rank_that_never_takes_a_message_is_named(gloo: Pool) -> None:
-    said = gloo.run(late_receiver, ranks=2)[0]
-    assert "for rank 1 to take the activations of microbatch 3 from stage 0 to stage 1" in said
-
-
 def hold_and_free() -> list[tuple[int, int]]:
     """(sends held, sends of the program before) as a sender goes through acknowledgements and ends of programs."""
     mine, seen = transport(), []

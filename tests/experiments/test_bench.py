@@ -34,10 +34,8 @@ from support.inside import (
     jobs_of,
     lines_of,
     parts_for,
-    read_figures,
     repeated,
     replicate,
-    write_figures,
 )
 from support.inside import JobsFigureFigure as Figure
 from support.pool import Pool
@@ -157,12 +155,6 @@ def test_the_slowest_variant_of_a_problem_counts():
 
 
 # Report
-
-
-def test_figures_with_targets_survive_their_file(tmp_path: Path):
-    figures = ratio("gpt", 1.5, target=Target(limit=1.0, at_least=True, judged=Judged.WORST))
-    write_figures(tmp_path / "figures.jsonl", figures)
-    assert read_figures(tmp_path / "figures.jsonl") == figures
 
 
 def of_no_compute() -> list[Figure]:

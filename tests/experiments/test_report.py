@@ -13,9 +13,11 @@ from support.inside import (
     Case,
     Declaration,
     How,
+    Judged,
     Origin,
     Results,
     Table,
+    Target,
     catalog_names,
     cells,
     find_declaration,
@@ -151,9 +153,11 @@ def test_grouped_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "figures.jsonl"
-    written = [*FIGURES, figure(1 / 3, sites="x", ranks=1), figure(1.0, ranks=True)]
+    judged = Target(limit=1.0, at_least=True, judged=Judged.WORST)
+    written = [*FIGURES, figure(1 / 3, sites="x", ranks=1), replace(figure(1.0, ranks=True), target=judged)]
     write_figures(path, written)
     assert [str(f.case) for f in read_figures(path)] == [str(f.case) for f in written]
+    assert read_figures(path)[-1] == written[-1]
     assert read_figures(path)[-2].value == pytest.approx(1 / 3, rel=1e-8)
     good = FIGURES[0].to_json()
     for broken, message in [
@@ -170,8 +174,7 @@ def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 @pytest.mark.thorough(but=["links"])
 @pytest.mark.parametrize(
-    "name",
-    [name for name in catalog_names() if (RESULTS / name / "results.jsonl").exists()],
+    "name", [name for name in catalog_names() if (RESULTS / name / "results.jsonl").exists()]
 )  # of the others' the code went
 def test_committed_reports_say_what_their_figures_say(name: str) -> None:
     declaration, results = find_declaration(name), Results.read(RESULTS / name)

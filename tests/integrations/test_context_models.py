@@ -57,12 +57,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "OlmoeConfig": _MOE,
     "DeepseekV3Config": _MOE | _DEEPSEEK,
 }
-_SCHEDULES: dict[str, dict[str, Any]] = {
-    "1f1b": {},
-    "interleaved": {"num_chunks": 2},
-    "zb-h1": {},
-    "2bw": {},
-}
+_SCHEDULES: dict[str, dict[str, Any]] = {"1f1b": {}, "interleaved": {"num_chunks": 2}, "zb-h1": {}, "2bw": {}}
 _LENGTH, _RATE = 16, 0.05
 
 

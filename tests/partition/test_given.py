@@ -44,13 +44,16 @@ def again(profile: Profile, cluster: Cluster, found: Plan, **options: Any) -> Pl
     profile=chains(),
     cluster=CLUSTERS,
     batch=st.integers(1, 8),
-    schedule=st.sampled_from(["1f1b", "gpipe", "interleaved", "2bw", "zb-v"]),
+    schedule=st.sampled_from(["1f1b", "gpipe", "interleaved", "2bw", "pipedream", "zb-h1", "zb-v"]),
     tight=st.floats(0.3, 1.0),
 )
 def test_a_plan_that_is_given_costs_what_the_planner_said(
     profile: Profile, cluster: Cluster, batch: int, schedule: str, tight: float
 ) -> None:
-    """Unequal replicas, divided optimizers and recomputed stages among them; so do the runners-up."""
+    """Unequal replicas, divided optimizers and recomputed stages among them; so do the runners-up.
+
+    So does the file of each, of whose equal replicas the planner simulated one, and `simulated` all.
+    """
     others: list[Plan] = []
     options: dict[str, Any] = {"global_batch": batch, "schedules": ("1f1b", schedule), "chunk_sizes": (2,)}
     best = plan(profile, cluster, on_runners_up=others.extend, **options)
@@ -60,6 +63,8 @@ def test_a_plan_that_is_given_costs_what_the_planner_said(
     for each in (best, *others):
         same = again(profile, cluster, each)
         assert same.simulated_step_time == pytest.approx(each.simulated_step_time, rel=1e-9)
+        whole = simulated(Plan.from_json(each.to_json())).timeline
+        assert whole.batch_seconds == pytest.approx(each.simulated_step_time, rel=1e-9)
         assert same.memory_bytes == pytest.approx(each.memory_bytes)
         assert same.bottleneck == pytest.approx(each.bottleneck)
         assert same.bubble == pytest.approx(each.bubble, abs=1e-9)

@@ -11,7 +11,7 @@ import pytest
 from support.inside import SimulatedPlan, exhibit_of_plan, sampled
 from support.inside import simulated_simulated as simulated
 
-from stagewright.partition import Cluster, GivenStage, Node, Plan, Profile, evaluate, partition, plan
+from stagewright.partition import Cluster, GivenStage, Node, Plan, Profile, evaluate, plan
 from stagewright.schedules import simulate
 
 SLOW = Cluster.parse("4:net=10B/s@0.25s")
@@ -28,11 +28,6 @@ NODES = tuple(
 )
 
 
-def busy(cluster: Cluster, share: float) -> Cluster:
-    """The same with sums that keep their ranks from computing for a share of their seconds."""
-    return replace(cluster, levels=tuple(replace(level, sum_busy=share) for level in cluster.levels))
-
-
 def planned(cluster: Cluster = SLOW, M: int = 8, **options: Any) -> Plan:
     return plan(Profile(nodes=NODES), cluster, global_batch=M, **options)
 
@@ -42,49 +37,6 @@ def read_again(found: Plan) -> SimulatedPlan:
     again = Plan.from_json(found.to_json())
     assert again == found
     return simulated(again)
-
-
-HEAVY_END = Profile(nodes=(NODES[0], replace(NODES[1], forward_seconds=3.0, backward_seconds=6.0)))
-
-
-@pytest.mark.thorough(but=["0.0-none-1-1f1b"])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw", "pipedream", "zb-h1"])
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("sharding", ["none", "full"])
-@pytest.mark.parametrize("share", [0.0, 0.625])
-def test_seconds_of_a_batch_are_those_of_the_plan(schedule: str, replicas: int, sharding: str, share: float) -> None:
-    """To the last bit, although of equal replicas the planner simulated one, and this simulates all."""
-    found = planned(
-        busy(SLOW, share),
-        schedules=schedule,
-        pipeline_sizes=(2,),
-        data_sizes=(replicas,),
-        optimizer_sharding=(sharding,),
-    )
-    assert found.replicas == (replicas, replicas)
-    whole = read_again(found)
-    assert whole.timeline.batch_seconds == found.simulated_step_time
-    assert (max((each.gather for each in whole.links.sums), default=0) > 0) == (sharding == "full" and replicas > 1)
-    assert [each.stage for each in whole.links.sums] == ([0, 1] if replicas > 1 else [])
-    # What went over links took its time: without them a batch is shorter.
-    assert simulate(whole.timeline.schedule, whole.costs).batch_seconds < whole.timeline.batch_seconds
-
-
-@pytest.mark.thorough(but=["1f1b-4:net=10B/s@0.25s-3-replicas0"])
-@pytest.mark.parametrize(
-    ("schedule", "cluster", "M", "replicas"),
-    [
-        ("1f1b", "4:net=10B/s@0.25s", 3, (1, 3)),
-        ("2bw", "5:net=100B/s", 3, (2, 3)),
-        ("2bw", "5:net=100B/s", 12, (1, 4)),
-        ("pipedream", "5:net=100B/s", 12, (2, 3)),
-    ],
-)
-def test_unequal_replicas(schedule: str, cluster: str, M: int, replicas: tuple[int, ...]) -> None:
-    """Their microbatches go round."""
-    found = partition(HEAVY_END, Cluster.parse(cluster), schedule=schedule, num_microbatches=M)
-    assert found.replicas == replicas
-    assert read_again(found).timeline.batch_seconds == found.simulated_step_time
 
 
 @pytest.mark.parametrize(("M", "cards"), [(7, None), (4, 3), (200, None)])

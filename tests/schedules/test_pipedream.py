@@ -13,7 +13,6 @@ from support.inside import GroupStep, Sharing, count_in_flight, defer_updates
 
 from stagewright.schedules import Action, Costs, Op, Schedule, ScheduleError, build, check, lower, simulate
 
-from .builders import ASYNC
 from .random_schedules import by_hand, steady
 
 RANKS = (1, 2, 3, 4, 7)
@@ -102,15 +101,6 @@ def replayed(program: Sequence[Action], every: int) -> tuple[int, int]:
 
 
 # --- speed ---
-
-
-@pytest.mark.parametrize("name", ASYNC)
-def test_an_update_takes_its_time(name: str) -> None:
-    """Once a group on every rank: that much more a batch, and no work of the pipeline."""
-    schedule = build(name, num_ranks=3, num_microbatches=4)
-    timeline = simulate(schedule, Costs(forward=1.0, backward=2.0, update=0.5))
-    assert timeline.batch_seconds == 12 + 0.5 * schedule.groups_per_batch
-    assert timeline.bubble == pytest.approx(1 - 12 / timeline.batch_seconds)
 
 
 def warmups_of(schedule: Schedule) -> list[int]:

@@ -301,10 +301,7 @@ def test_every_form_meets_the_same_checker(mine: Path) -> None:
 
 
 BAD: dict[str, tuple[type[Exception], str]] = {
-    "nothing": (
-        ScheduleError,
-        r"(?s)of_mine\.py:nothing: nothing may run next, after 0 of 24 .*rank 0, after nothing",
-    ),
+    "nothing": (ScheduleError, r"(?s)of_mine\.py:nothing: nothing may run next, after 0 of 24 .*rank 0, after nothing"),
     "clash": (
         ScheduleError,
         r"(?s)3 rules contradict each other.*'two in flight'\s+they clash at.*0F2 may not begin: rank 0 holds 2",

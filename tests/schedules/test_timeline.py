@@ -41,6 +41,8 @@ from .test_records import records_of
 def test_nothing_happened() -> None:
     timeline = Timeline(schedule=build("gpipe", num_ranks=2, num_microbatches=1), ranks=(RankTrace(compute=()),) * 2)
     assert (timeline.makespan, timeline.span, timeline.bubble, timeline.span_bubble) == (0, 0, 0, 0)
+    stream = Timeline(schedule=build("2bw", num_ranks=2, num_microbatches=2), ranks=(RankTrace(compute=()),) * 2)
+    assert (stream.bubble, stream.batch_seconds) == (0, 0)
     free = simulate(build("gpipe", num_ranks=2, num_microbatches=1), Costs(forward=0, backward=0))
     assert (free.makespan, free.bubble) == (0, 0)
 
@@ -143,12 +145,6 @@ def test_too_few_batches_for_a_steady_state(batches: int) -> None:
     timeline = simulate(schedule, Costs(forward=1.0, backward=2.0))
     assert timeline.batch_seconds == timeline.makespan == (4 * batches + 2) * 3
     assert timeline.bubble == pytest.approx(2 / (4 * batches + 2))
-
-
-def test_a_stream_that_ran_nothing() -> None:
-    schedule = build("2bw", num_ranks=2, num_microbatches=2)
-    timeline = Timeline(schedule=schedule, ranks=(RankTrace(compute=()),) * 2, measured=True)
-    assert (timeline.bubble, timeline.batch_seconds) == (0.0, 0.0)
 
 
 # --- clocks ---

@@ -171,14 +171,7 @@ def test_a_slider_shows_the_schedule_as_it_would_be_simulated(browser: Any) -> N
     labels = looked.evaluate(
         "[...document.querySelectorAll('.knob > span:first-child')].map((each) => each.textContent)"
     )
-    assert labels == [
-        "Forward F",
-        "Input grad. I",
-        "Weight grad. W",
-        "Latency",
-        "Bandwidth",
-        "Update",
-    ]
+    assert labels == ["Forward F", "Input grad. I", "Weight grad. W", "Latency", "Bandwidth", "Update"]
     move(looked, "Forward F", 2)
     move(looked, "Bandwidth", 0.5)
     slower = replace(LINKS, network=Link(latency=0.25, seconds_per_byte=2e-7))

@@ -100,9 +100,7 @@ def test_nothing_is_left_of_a_command_that_is_interrupted_or_killed(tmp_path: Pa
 
 @pytest.mark.thorough(but=["starter-stand-in"])
 @pytest.mark.parametrize(
-    "torch",
-    [False, pytest.param(True, marks=[pytest.mark.gloo, pytest.mark.nightly])],
-    ids=["stand-in", "torchrun"],
+    "torch", [False, pytest.param(True, marks=[pytest.mark.gloo, pytest.mark.nightly])], ids=["stand-in", "torchrun"]
 )
 @pytest.mark.parametrize("victim", ["agent", "starter"])
 def test_ranks_do_not_outlive_an_agent_or_a_starter_that_is_killed(tmp_path: Path, victim: str, torch: bool) -> None:
