@@ -27,8 +27,7 @@ from stagewright.schedules import (
     simulate,
 )
 
-from .builders import ASYNC
-from .random_schedules import by_hand, paused, quarters, schedules_with_costs, steady, window_of
+from .random_schedules import ASYNC, by_hand, paused, quarters, schedules_with_costs, steady, window_of
 
 NONE = Idle()
 

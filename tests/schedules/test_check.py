@@ -28,8 +28,7 @@ from stagewright.schedules import (
     lower,
 )
 
-from .builders import ASYNC, FLUSH
-from .random_schedules import by_hand, disordered, parsed, schedules, steady
+from .random_schedules import ASYNC, FLUSH, by_hand, disordered, parsed, schedules, steady
 from .reference import has_deadlock
 
 

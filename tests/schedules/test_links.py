@@ -30,8 +30,7 @@ from stagewright.schedules import (
 )
 
 from .random_schedules import by_hand, costs_for, quarters, schedules, steady, with_updates
-from .reference import seconds
-from .reference_links import FREE, Run
+from .reference import FREE, Run, seconds
 
 ACT, GRAD = MessageKind.ACT, MessageKind.GRAD
 

@@ -31,7 +31,7 @@ from stagewright.schedules import (
     with_offload,
 )
 
-from .builders import FLUSH
+from .random_schedules import FLUSH
 
 FIRST = "0F0 0F1 0OFFLOAD0 0F2 0OFFLOAD1 0RELOAD0 0B0 0RELOAD1 0B1 0B2"
 SECOND = "1F0 1B0 1F1 1B1 1F2 1B2"

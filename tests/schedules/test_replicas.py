@@ -26,9 +26,8 @@ from stagewright.schedules import (
     simulate,
 )
 
-from .builders import ASYNC
-from .reference import delivered
-from .reference_links import FREE, Run
+from .random_schedules import ASYNC
+from .reference import FREE, Run, delivered
 
 # Stages with as many times the work as they have ranks.
 REPLICAS = [(2, 1), (1, 2), (3, 1), (2, 1, 1), (1, 2, 1), (2, 2), (1, 1, 3)]

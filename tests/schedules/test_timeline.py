@@ -32,8 +32,7 @@ from stagewright.schedules import (
     simulate,
 )
 
-from .builders import ASYNC
-from .random_schedules import by_hand, schedules_with_costs, steady, window_of
+from .random_schedules import ASYNC, by_hand, schedules_with_costs, steady, window_of
 from .reference import seconds
 from .test_records import records_of
 

@@ -14,12 +14,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from support.inside import Objective, Problem
-from support.posed import pose
+from support.inside import Objective, Problem, Request
 
 from stagewright.schedules import Costs
 
 COUNT = 300
+
+
+def pose(**request: Any) -> Problem:
+    """The problem of a `Request`."""
+    return Request(**request).problem()
 
 
 def random_problem(number: int) -> Problem:

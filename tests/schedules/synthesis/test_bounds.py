@@ -9,13 +9,12 @@ import pytest
 from support.inside import SPLIT_OPS, Objective, Problem, fits
 from support.inside import SynthesisEvaluateEvaluator as Evaluator
 from support.inside import bounds_least_seconds as least_seconds
-from support.posed import pose
 
 from stagewright.schedules import Costs, MemoryLimitError, synthesize
 
 from ..test_costs import orders
 from . import cp_sat
-from .instances import COUNT, published, random_problem, request
+from .instances import COUNT, pose, published, random_problem, request
 from .make_optima import read
 
 

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import BatchOrders, Problem, Request, Synthesis, fitting_blocks
-from support.posed import pose
 
 from stagewright.schedules import (
     Costs,
@@ -34,6 +33,8 @@ from stagewright.schedules import (
     synthesize,
     synthesize_jointly,
 )
+
+from .instances import pose
 
 
 def uneven(num_stages: int) -> Costs:

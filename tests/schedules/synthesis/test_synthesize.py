@@ -8,11 +8,10 @@ import pytest
 from support.inside import Budget, Lister, Objective, OrderingSearch, SlideSearch, changed, first_policies
 from support.inside import SynthesisEvaluateEvaluator as Evaluator
 from support.inside import bounds_least_seconds as least_seconds
-from support.posed import pose
 
 from stagewright.schedules import FAMILIES, Costs, Link, Links, Op, Schedule, build, check, simulate, synthesize
 
-from .instances import published, random_problem, request
+from .instances import pose, published, random_problem, request
 from .make_optima import read
 
 SLOPED = Costs(
