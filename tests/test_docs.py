@@ -5,8 +5,6 @@ Files and names that they mention exist; the pages build as a site, and a link t
 examples/: every command in their texts runs as it is printed there, and prints what it says.
 """
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib

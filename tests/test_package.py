@@ -1,7 +1,5 @@
 """The package as a whole: what importing it costs, which folder may import which, and how its large records show."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import importlib

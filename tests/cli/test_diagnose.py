@@ -1,7 +1,5 @@
 """`stagewright train --diagnose data`: stalls that are put in are found where they were put."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 import textwrap

@@ -3,8 +3,6 @@
 Its corpus: what is in it, what is held out, and that batches depend on (seed, step) alone.
 """
 
-from __future__ import annotations
-
 import math
 import sysconfig
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The launcher, with small Python programs for ranks: results, failures by name, and no hang in any case."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -3,8 +3,6 @@
 What commands print for people fits a terminal of 80 columns.
 """
 
-from __future__ import annotations
-
 import shutil
 from contextlib import suppress
 from pathlib import Path

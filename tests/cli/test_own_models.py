@@ -1,7 +1,5 @@
 """Models, data, losses and optimizers that a user names on the command line."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

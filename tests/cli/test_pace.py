@@ -1,7 +1,5 @@
 """The pace of a machine: its filter against dense algebra, and ranges for steps that follow a pace that is known."""
 
-from __future__ import annotations
-
 from collections import Counter
 from math import cos, exp, log, pi, sin, sqrt
 from random import Random

@@ -1,7 +1,5 @@
 """`stagewright plan`: what it reads, prints writes and refuses, with `--calibrate RUNS.csv` too."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that are killed and go on: the losses are those of a run that nobody killed, to the last bit."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -3,8 +3,6 @@
 `read_run`: a run's folder, or those of its hosts, with whatever is left in them.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import resource

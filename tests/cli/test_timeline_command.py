@@ -1,7 +1,5 @@
 """`stagewright timeline` and `compare`: what they read, tell and write, and how mistakes are answered."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The training command: options, the dry run, and short runs through real processes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

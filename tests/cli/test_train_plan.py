@@ -3,8 +3,6 @@
 `stagewright plan --check RUN`: what it tells of a run whose inputs were wrong on purpose, and of a real one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace

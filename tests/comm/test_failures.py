@@ -3,8 +3,6 @@
 What a forked child does not inherit: the others see that a process has ended, though its children live on.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

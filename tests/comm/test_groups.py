@@ -1,7 +1,5 @@
 """The mesh, the environment and the rendezvous: what does not fit is refused with what to type."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

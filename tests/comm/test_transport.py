@@ -1,7 +1,5 @@
 """Messages of every type and layout: within a process, and over gloo with several messages under way."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The bench: its declaration, verdicts and report on made-up figures, its stages, one real run. No timing is judged."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable, Sequence

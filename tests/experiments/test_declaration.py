@@ -1,7 +1,5 @@
 """Declarations of experiments: what they say, and what is refused by file, key, value and expectation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Reports of experiments: cells, tables, sections between markers, and the committed ones."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

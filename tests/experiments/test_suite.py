@@ -5,8 +5,6 @@ Findings of the experiments of the catalog, where a simulation says it; the rate
 The convergence experiment: what its runs say, and short ones of them.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

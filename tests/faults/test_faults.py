@@ -11,8 +11,6 @@ A change that moves or renames what `old` quotes, or the test that catches it, t
 says which. `make nightly ARGS="-k faults"` tries all of them, each in a copy of the package.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

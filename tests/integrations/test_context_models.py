@@ -1,7 +1,5 @@
 """Models of transformers over context and expert groups: exact against one process, also packed and padded."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Constants fitted to steps that a user measured: which are taken, how far they reach, and that they do no harm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random

@@ -1,7 +1,5 @@
 """Copies of a model, and tries that leave the model untouched."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

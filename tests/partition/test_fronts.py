@@ -1,7 +1,5 @@
 """One treatment from each rank's front: against every treatment of every stage in every cut, by the same simulation."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 pytest tests/partition/test_golden_plans.py --update-golden      writes tests/data/golden_plans.json anew
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Sequence

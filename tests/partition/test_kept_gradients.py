@@ -3,8 +3,6 @@
 Such a gradient is as autograd's: its own memory, no view, of the type that is wanted of gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

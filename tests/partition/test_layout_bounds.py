@@ -1,7 +1,5 @@
 """Lower bounds of layouts and of schedules: none is above what a simulation takes, and none refuses what fits."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

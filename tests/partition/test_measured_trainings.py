@@ -3,8 +3,6 @@
 Files of measured sums and of devices: what is read from them, and which are refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

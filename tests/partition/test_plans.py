@@ -1,7 +1,5 @@
 """Plans, with orders and found schedules among them: JSON, the table, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

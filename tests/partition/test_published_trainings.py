@@ -9,8 +9,6 @@ link_efficiency comes from sums by themselves, and kernel_seconds from trainings
 Uneven plans of Mist's artifact (github.com/Dazz993/Mist, logs on L4, Apache-2.0): which pays, and how much.
 """
 
-from __future__ import annotations
-
 import csv
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

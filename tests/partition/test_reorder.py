@@ -3,8 +3,6 @@
 An order for each batch of it: laws of cost by size, and the memory of the plan and of its devices.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

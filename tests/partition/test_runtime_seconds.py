@@ -1,7 +1,5 @@
 """Seconds that the runtime takes around actions and messages, in profiles, clusters, plans and simulations."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import product

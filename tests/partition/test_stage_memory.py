@@ -3,8 +3,6 @@
 A plan that takes just as many bytes as there are fits; one byte in a million less, and it does not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import combinations, pairwise
 from random import Random

@@ -1,7 +1,5 @@
 """Profiles from formulas: shapes, device models, sums over rings, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Records of one program whose independent calls came in another order have one canonical order, which is right.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

@@ -7,8 +7,6 @@ data              F(s, k) behind F(p, k) of each producer p;  gradient(s, k) beh
 `Run` is a slow simulator: it looks at every rank before each step.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field

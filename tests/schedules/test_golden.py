@@ -5,8 +5,6 @@ pytest tests/schedules/test_golden.py --update-golden     writes data/golden ane
 The CSV of torch.distributed.pipelining, both ways, through torch's own classes (mock stages, no processes).
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterable

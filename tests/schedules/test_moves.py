@@ -1,7 +1,5 @@
 """Activations that leave their rank while they wait: checked, timed, counted, written and read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

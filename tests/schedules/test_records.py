@@ -3,8 +3,6 @@
 Trace files: written by each process, put together, and read when parts of them are missing or broken.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Schedules from outside: by `register`, by an entry point of a package, as a function, or written out by hand."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """build(): names, options, and what does not fit."""
 
-from __future__ import annotations
-
 import inspect
 from itertools import product
 from typing import Any

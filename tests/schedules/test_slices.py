@@ -1,7 +1,5 @@
 """Microbatches cut along the sequence: what slices need of each other, who owns them, and how long they are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random

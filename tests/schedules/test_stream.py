@@ -1,7 +1,5 @@
 """Streams: calls and drains put together are the finite program, of any length and from any batch on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The first tier: when its budget fails a run."""
 
-from __future__ import annotations
-
 import pytest
 
 from tiers import budget

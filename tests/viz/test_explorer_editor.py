@@ -1,7 +1,5 @@
 """The editor of the page: orders that it builds, what they take, what it says; compared with Python."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from typing import Any

@@ -3,8 +3,6 @@
 What a reader does there: search, select, measure, and save pictures and links of a view.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections import Counter

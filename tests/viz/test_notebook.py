@@ -1,7 +1,5 @@
 """Schedules, timelines and plans in notebooks (frames in Chromium), and from a terminal."""
 
-from __future__ import annotations
-
 import sys
 import types
 from dataclasses import replace

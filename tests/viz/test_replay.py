@@ -1,7 +1,5 @@
 """The page's replay of the simulator against the simulator itself, in Chromium; the sliders of its "what if" panel."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Timelines as text, their colours, and traces for Perfetto: slices nest, flows pair up, times are microseconds."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Nodes on this host: what ranks find, who failed, and nothing left in any ending."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Jobs of submitit: its local and debug executors here, and at night a real Slurm of one host."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Hosts files, and nodes behind a real sshd of loopback, with keys that the test makes."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

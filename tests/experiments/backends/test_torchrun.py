@@ -3,8 +3,6 @@
 Nodes meet before work starts: whoever is missing, differs or cannot be reached is named on every node.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Shares of a fleet beside brute force and the equal split; prices by hand and beside all choices; their commands."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

@@ -7,8 +7,6 @@ halves of it under "v"; `kept_share` follows from the models' sizes: 32 h of 34 
 1 - work / span.
 """
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """Lower bounds with memory, and oracles of small problems: never above an optimum."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise, product
 

@@ -1,7 +1,5 @@
 """Answers of `synthesize` against named families, published figures, its own bound, and the promises of its budget."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest
