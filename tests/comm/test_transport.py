@@ -72,9 +72,6 @@ def payloads() -> list[list[Tensor]]:
     ]
 
 
-# --- layouts ---
-
-
 @pytest.mark.parametrize(
     ("tensor", "stride"),
     [
@@ -88,9 +85,6 @@ def payloads() -> list[list[Tensor]]:
 def test_a_layout_has_no_gaps_and_keeps_the_order_of_memory(tensor: Tensor, stride: tuple[int, ...]) -> None:
     spec = TensorSpec.of(tensor.requires_grad_())
     assert spec == TensorSpec(tuple(tensor.shape), stride, torch.float32, True)
-
-
-# --- in one process ---
 
 
 def test_in_process_messages_are_taken_once_and_dropped_on_abort() -> None:

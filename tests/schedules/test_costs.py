@@ -159,9 +159,6 @@ def test_what_runs_as_one_backward_is_known_before_it_is_lowered(name: str) -> N
         assert table.of(op, stage, k) == own[op], (stage, op, k)
 
 
-# --- simulated ---
-
-
 # --- the epilogue ---
 
 FB_U = Costs(forward=1.0, backward=2.0, update=[0.5, 1.0, 0.25, 2.0])

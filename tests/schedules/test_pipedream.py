@@ -153,6 +153,7 @@ def test_any_warm_up_holds_what_it_says(P: int, data: st.DataObject) -> None:
         ("pipedream", (2, 4), {"update_every": 3}, r"update_every=3 for 4 microbatches: .* divides 4, such as 1 or 4"),
         ("pipedream", (2, 4), {"vertical_sync": "no"}, r"vertical_sync=.no.: expected True or False"),
         ("pipedream", (3, 6), {"update_every": 3, "replicas": (2, 1)}, r"update_every=3 with .*: expected a multiple"),
+        ("pipedream", (3, 5), {"replicas": (2, 1)}, r"=5 with replicas=\(2, 1\): expected a multiple of 2"),
         ("pipedream", (3, 4), {"replicas": (2, 2)}, r"replicas=\(2, 2\) on 3 ranks: .* at least 1 .*, 3 in all"),
         ("2bw", (3, 4), {"replicas": (3, 0)}, r"replicas=\(3, 0\) on 3 ranks: expected a count of at least 1"),
         ("2bw", (3, 4), {"replicas": 3}, r"replicas=3: expected one count per stage, such as \(2, 1\)"),

@@ -122,6 +122,11 @@ OPTIONS: list[Any] = [
         {"num_ranks": 4, "num_microbatches": 6},
         r"num_microbatches=6 .* on 4 ranks: .* expected an even number, at least 8 \(2P\)",
     ),
+    (
+        "slimpipe",
+        {"num_ranks": 4, "num_slices": 3},
+        "num_slices=3 for schedule 'slimpipe' on 4 ranks: expected at least 4",
+    ),
     ("dualpipe", {"num_ranks": 4, "num_microbatches": 9}, "num_microbatches=9 .* expected an even number"),
     (
         "dualpipe-v",
@@ -135,11 +140,3 @@ OPTIONS: list[Any] = [
 def test_options_that_do_not_fit(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(name, **{"num_ranks": 2, "num_microbatches": 2, **options})
-
-
-@pytest.mark.parametrize("P", [2, 4, 6])
-def test_chimera_takes_any_number_of_microbatches(P: int) -> None:
-    for M in range(1, 3 * P + 1):
-        schedule = build("chimera", num_ranks=P, num_microbatches=M)
-        check(schedule)
-        assert schedule.owners == tuple((s, P - 1 - s) for s in range(P))

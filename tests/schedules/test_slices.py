@@ -84,11 +84,6 @@ def test_slices_that_do_not_fit(change: dict[str, object], message: str) -> None
         replace(schedule, **change)  # type: ignore[arg-type]
 
 
-def test_slimpipe_needs_a_slice_a_rank() -> None:
-    with pytest.raises(ValueError, match="num_slices=3 for schedule 'slimpipe' on 4 ranks: expected at least 4"):
-        build("slimpipe", num_ranks=4, num_microbatches=2, num_slices=3)
-
-
 # --- lengths: against every way to cut a short sequence, and against the simulator ---
 
 

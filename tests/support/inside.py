@@ -5,8 +5,6 @@ A name is looked up when it is imported, in the text of all modules, so that a t
 names that several modules define, or that are given out where they are not defined, are listed here.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections import defaultdict

@@ -5,8 +5,6 @@ Megatron-LM", SC'21, arXiv 2104.04473), and files with the columns of vTrain (Ba
 github.com/VIA-Research/vTrain, data/, MIT licence).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
