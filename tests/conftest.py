@@ -1,5 +1,7 @@
 """One thread a process, before anything loads torch, and the pool of gloo workers."""
 
+from __future__ import annotations
+
 import gc
 import os
 import random

@@ -3,6 +3,8 @@
 Clocks of hosts over gloo: processes with clocks of their own, told apart by the names of their machines.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import math

@@ -1,5 +1,7 @@
 """Seeded faults: the records of this folder, and copies of the package in which one of them is true at a time."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import shutil

@@ -1,5 +1,7 @@
 """Clusters and their links: levels, the short form, JSON, speeds of hosts, seconds of messages and sums."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import replace
 

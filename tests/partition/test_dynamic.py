@@ -3,6 +3,8 @@
 `partition`: from a profile and a cluster to a plan.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from pathlib import Path

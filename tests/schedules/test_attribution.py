@@ -1,5 +1,7 @@
 """Times of ranks by cause, and inputs as measured steps show them."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest

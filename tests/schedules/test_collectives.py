@@ -1,5 +1,7 @@
 """Sums of shared gradients in programs: where they stand, that ranks agree on their order, what they cost."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,7 @@
 """Lowering: sends, receives posted ahead, and what an arrival proves."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """Timelines: the two bubbles, peaks, JSON; clocks of hosts, whose offsets have bounds that hold."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import replace
 

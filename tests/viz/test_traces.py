@@ -1,5 +1,7 @@
 """Traces that others wrote, real ones of torch.profiler and made-up ones; rules of our own files."""
 
+from __future__ import annotations
+
 import gzip
 import json
 import math
