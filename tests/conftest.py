@@ -96,7 +96,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden",
         action="store_true",
-        help="write tests/data/golden and tests/data/pins anew instead of comparing; review them as a diff",
+        help="write tests/data/golden and golden_plans.json anew instead of comparing; review them as a diff",
     )
 
 

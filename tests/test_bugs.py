@@ -16,8 +16,6 @@ inputs beyond those of the model were dropped without a word
     pipe/test_bad_batches.py, test_batches
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

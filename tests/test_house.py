@@ -3,8 +3,6 @@
 pytest tests/test_house.py -s      prints the counts
 """
 
-from __future__ import annotations
-
 import ast
 from collections import Counter, defaultdict
 from collections.abc import Iterator

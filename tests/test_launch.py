@@ -1,7 +1,5 @@
 """examples/launch/: the Ray script runs; the Kubernetes manifest and the Slurm script say what torchrun understands."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,20 +1,30 @@
-"""The package as a whole: what importing it costs, and which folder may import which."""
+"""The package as a whole: what importing it costs, which folder may import which, and how its large records show."""
 
 import ast
 import graphlib
 import importlib
 import importlib.metadata
+import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import types
+import venv
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import inside
+import torch
+from torch import nn
 
 import stagewright
+from stagewright.partition import Cluster, Node, Profile, plan
+from stagewright.pipe import EvalResult, PipelineModule, StepResult
+from stagewright.schedules import Costs, build, simulate
 
 ROOT = Path(stagewright.__file__).parent
 TESTS = Path(__file__).parent
@@ -264,17 +274,103 @@ def test_tests_import_packages_alone_and_the_rest_from_one_place():
     assert {path: names for path, names in found.items() if names and path != Path("support/inside.py")} == {}
 
 
+def test_records_are_shown_in_a_line() -> None:
+    schedule = build("interleaved", num_ranks=2, num_microbatches=4)
+    nodes = [Node(name=name, forward_seconds=0.01, backward_seconds=0.02) for name in "ab"]
+    profile = Profile(nodes=nodes, microbatch_size=2)
+    found = plan(profile, Cluster.from_levels([(1, 1e9)]), global_batch=8, pipeline_sizes=(1,), schedules=("1f1b",))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipe = PipelineModule(model, mesh={"pipe": 2}, num_microbatches=4)
+    streamed = build("2bw", num_ranks=2, num_microbatches=2)
+    shown = {
+        repr(schedule): "<Schedule interleaved: 2 ranks, 4 stages, 4 microbatches>",
+        repr(streamed): "<Schedule 2bw: 2 ranks, 2 stages, 2 microbatches, 8 batches>",
+        repr(
+            simulate(schedule, Costs(forward=1.0, backward=2.0))
+        ): "<Timeline simulated: <Schedule interleaved: 2 ranks, "
+        "4 stages, 4 microbatches>, makespan 27.0 s, bubble 11.1%>",
+        repr(profile): "<Profile measured: 2 nodes on device, float32, microbatch of 2>",
+        repr(found): "<Plan 1f1b, 1 stage on 1 device, 240 ms a batch>",
+        repr(pipe): "<PipelineModule Sequential: <Schedule 1f1b: 2 ranks, 2 stages, 4 microbatches>>",
+        repr(EvalResult(loss=0.5, output={"logits": torch.zeros(3, 2), "n": 1})): "EvalResult(loss=0.5, "
+        "output={'logits': Tensor[3, 2], 'n': 1})",
+    }
+    assert list(shown) == list(shown.values())
+
+
+def test_a_step_shows_what_is_known() -> None:
+    result = StepResult(loss=0.5, loss_step=3, _timeline=lambda: pytest.fail("not asked for"))
+    assert repr(result) == "StepResult(loss=0.5, loss_step=3, grad_norm=None, skipped=False)"
+    late = replace(result, loss=None, loss_step=None)
+    assert repr(late).startswith("StepResult(loss=None: batches overlap")
+
+
+SCRIPT = """
+import torch
+import stagewright as sw
+
+model = torch.nn.Linear(2, 2)
+pipe = sw.PipelineModule(model, schedule=sw.Auto(trials=2, search="joint", seconds=5), mesh={"pipe": 2})
+loss: float | None = pipe.train_step(torch.ones(4, 2), torch.ones(4, 2)).loss
+pipe.predict(torch.ones(4, 2)).argmax(dim=1)
+pipe.eval_step(torch.ones(4, 2)).output.argmax(dim=1)
+ranks: int = sw.schedules.build("1f1b", num_ranks=2, num_microbatches=2).num_ranks
+sw.PipelineModule(model, schedul="1f1b")  # wrong
+sw.PipelineModule(model, mesh=2)  # wrong
+sw.Mesh(pip=2)  # wrong
+sw.Auto(trial=2)  # wrong
+sw.Precision(dtyp="bf16")  # wrong
+sw.PipelinModule(model)  # wrong
+sw.schedules.biuld("1f1b", num_ranks=2, num_microbatches=2)  # wrong
+pipe.train_stp(torch.ones(4, 2))  # wrong
+words: str = pipe.eval_step(torch.ones(4, 2)).loss  # wrong
+"""
+# As this project checks itself: what transformers declares is no matter of the examples.
+SETTINGS = """
+[mypy]
+strict = True
+[mypy-transformers.*]
+follow_imports = skip
+"""
+
+
+def installed(folder: Path) -> Path:
+    """A Python that a clone is installed into, editable; all else it takes from this one."""
+    clone = folder / "any name"
+    clone.mkdir()
+    for part in ROOT.iterdir():
+        if part.name not in ("build", ".ci", ".git", ".venv") and not part.name.endswith(".egg-info"):
+            (clone / part.name).symlink_to(part)
+    shutil.copytree(ROOT / ".ci", clone / ".ci")
+    build = f"import sys; sys.path.insert(0, '.ci'); import editable; editable.build_editable({str(folder)!r})"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", build], cwd=clone, check=True, capture_output=True)
+    venv.create(folder / "venv", symlinks=True)
+    (site,) = folder.glob("venv/lib/*/site-packages")
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        wheel.extractall(site)
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    return folder / "venv" / "bin" / "python"
+
+
 @pytest.mark.thorough
-def test_the_one_place_names_what_stands_there_and_is_asked_for():
-    listed = [*" ".join(inside._NAMES.values()).split(), *inside._ALIKE, *inside._MODULES]
-    assert [name for name in set(listed) if listed.count(name) > 1] == []  # a second would hide the first
-    names = set(listed)
-    assert all(getattr(inside, name) is not None for name in names)
-    asked = set()
-    for path in TESTS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module == "support.inside":
-                asked |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "inside":
-                asked.add(node.attr)
-    assert names == asked & names, sorted(names - asked)
+def test_mypy_reads_an_editable_install_and_knows_what_a_script_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTHONPATH", "MYPYPATH"):  # which lead to this clone
+        monkeypatch.delenv(name, raising=False)
+    pytest.importorskip("setuptools")
+    python = installed(tmp_path)
+    scripts = tmp_path / "scripts"
+    shutil.copytree(ROOT / "examples", scripts, ignore=shutil.ignore_patterns("__pycache__", "launch"))
+    (scripts / "script.py").write_text(SCRIPT)
+    (scripts / "mypy.ini").write_text(SETTINGS)
+    checked = [sys.executable, "-m", "mypy", "--python-executable", str(python), "--cache-dir", os.devnull]
+    done = subprocess.run([*checked, "."], cwd=scripts, capture_output=True, text=True, check=False)
+    said = {line for line in done.stdout.splitlines() if ": error:" in line}
+    wrong = {number for number, line in enumerate(SCRIPT.splitlines(), 1) if line.endswith("# wrong")}
+    found = {int(match[1]) for line in said if (match := re.match(r"script\.py:(\d+):", line))}
+    assert found == wrong, done.stdout + done.stderr
+    assert {line for line in said if not line.startswith("script.py:")} == set()
+    program = "import stagewright; print(stagewright.__file__)"
+    where = subprocess.run([python, "-c", program], cwd=scripts, check=True, capture_output=True, text=True)
+    assert Path(where.stdout.strip()) == tmp_path / "any name" / "__init__.py"  # no link's path

@@ -14,8 +14,8 @@
 o is the number of outputs of a product. A device computes them in waves: every multiprocessor makes a tile of them at
 once, and the last wave is, on average, half empty. So small microbatches and narrow slices of a tensor cost more a FLOP
 than large ones. `fit.py` finds the constants. With those of the presets and the formulas of
-`layers.py` Megatron-LM's Table 1 is predicted within 6% (`tests/experiments/test_megatron_table.py`); fitted to half of
-the trainings that vTrain's authors measured it predicts the other half (docs/concepts/cost-model.md).
+`layers.py` Megatron-LM's Table 1 is predicted within 6% (`tests/partition/test_published_trainings.py`); fitted to half
+of the trainings that vTrain's authors measured it predicts the other half (docs/concepts/cost-model.md).
 """
 
 from __future__ import annotations
@@ -333,5 +333,5 @@ Of its constants
                           4e-5 they are 8.9% off. Of the 55 on several nodes one alone waits for it (hidden=3072, T=8,
                           microbatches of two), as if for 1.1e-4, which doubles all those within one node
     the other six         are fitted to those 55 (`fit_device`), all of them: what halves of them say of the others is
-                          held out in `tests/partition/test_vtrain.py`
+                          held out in `tests/partition/test_published_trainings.py`
 """

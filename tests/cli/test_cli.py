@@ -1,7 +1,5 @@
 """The command line: what is printed, for people and for programs, and how mistakes are answered."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """The launcher, with small Python programs for ranks: results, failures by name, and no hang in any case."""
 
-from __future__ import annotations
-
 import io
 import os
 import re
@@ -15,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.inside import LaunchResult, launch, launcher
+from support.inside import LaunchResult, launch, launcher, processes
 
 LIMIT = 400.0  # [s] guards against hangs alone
 
@@ -312,3 +310,34 @@ def test_ranks_that_fail_alike_are_reported_once(capfd: pytest.CaptureFixture[st
     assert result.status == 2
     assert result.report == "all 2 ranks failed alike (exit status 2)"
     assert capfd.readouterr().err == "stagewright: error: no such thing\n"
+
+
+@pytest.mark.parametrize(
+    ("limit", "failures", "looks", "is_late"),
+    [
+        (3.0, (), 4, True),
+        (0.0, (), 1, True),
+        (3.0, (2,), 6, False),  # a grace of 4 from the look after 1 s on
+        (3.0, (2, 3, 5), 6, False),  # the first failure counts
+        (3.0, (4,), 8, False),  # in the look after the limit
+        (None, (9,), 13, False),
+    ],
+)
+def test_looks_end_after_the_limit_or_the_grace_of_the_first_failure(
+    monkeypatch: pytest.MonkeyPatch, limit: float | None, failures: tuple[int, ...], looks: int, is_late: bool
+) -> None:
+    now = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(processes, "time", clock)
+    seen = 0
+    for _ in (supervision := processes.Supervision(limit, pause=1.0)):
+        seen += 1
+        if seen in failures:
+            supervision.begin_grace(4.0)
+    assert (seen, supervision.is_late, supervision.in_grace) == (looks, is_late, bool(failures))
+
+
+def test_who_breaks_off_is_not_late() -> None:
+    for _ in (supervision := processes.Supervision(0.0)):
+        break
+    assert not supervision.is_late

@@ -1,7 +1,5 @@
 """Models, data, losses and optimizers that a user names on the command line."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -295,16 +293,6 @@ def test_a_loss_class_is_made(mine: Path) -> None:
 OWN = ("--model", "own_mine:model", "--data", "own_mine:few")
 
 
-@pytest.mark.thorough(
-    but=[
-        "words1-no module 'own_mime' in .*did you mean own_mine?",
-        "words3-'own-mine' is no module's name",
-        "words6-answer is an int: expected a function",
-        "words7-needs width, depth, which are not given: expected",
-        "words13---loss own_mine:model: takes 0 arguments: expected a function of 2",
-        "words15-has no parameter lr: leave --lr away",
-    ]
-)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

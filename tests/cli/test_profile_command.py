@@ -1,7 +1,5 @@
 """`stagewright profile`: what it prints and writes, and how mistakes are answered."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

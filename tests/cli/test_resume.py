@@ -1,7 +1,5 @@
 """Runs that are killed and go on: the losses are those of a run that nobody killed, to the last bit."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -338,9 +336,6 @@ def test_the_place_in_other_data_is_refused() -> None:
         next(several)
 
 
-@pytest.mark.thorough(
-    but=["before2-now2-is to go on with --lr 0.1: expected the same options; type the command without --lr"]
-)
 @pytest.mark.parametrize(
     ("before", "now", "message"),
     [

@@ -1,7 +1,5 @@
 """`stagewright schedule auto`: what it prints, in all its forms, and what it refuses."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,18 +1,24 @@
-"""The failure board and the guard, without processes: several boards over one store in memory."""
+"""The failure board and the guard, without processes: several boards over one store in memory.
 
-from __future__ import annotations
+What a forked child does not inherit: the others see that a process has ended, though its children live on.
+"""
 
+import os
 import re
+import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-from support.inside import Account, failures, find_cause
+from support.inside import Account, failures, find_cause, keep_from_children, kept_from_children
 from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -87,10 +93,7 @@ CAUSES: dict[str, tuple[dict[int, Account], str]] = {
         {0: Account((1, 2, 3), True, "all"), 1: Account((0, 2, 3), False, "b"), 2: Account((0, 1, 3), False, "c")},
         "rank 3, which rank 0 waited for, reports nothing: it is stalled, or still busy",
     ),
-    "a failure counts more than silence": (
-        {0: Account((1, 2), False, "all"), 2: OWN},
-        "rank 2 failed: KeyError: 'x'",
-    ),
+    "a failure counts more than silence": ({0: Account((1, 2), False, "all"), 2: OWN}, "rank 2 failed: KeyError: 'x'"),
 }
 
 
@@ -299,3 +302,67 @@ def test_torchrun_ends_with_the_cause_and_the_users_own_lines(
         r"test_failures\.py.*\n.*build\(.*num_ranks=0.*\n(.*\^+\n)? *ValueError: num_ranks=0 for ", last
     ), last
     assert "registry.py" not in last
+
+
+@pytest.fixture
+def three() -> Iterator[list[socket.socket]]:
+    """A listening socket, one that is connected to it, and what it has accepted behind that."""
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("no /proc here")
+    with kept_from_children():
+        listening = socket.create_server(("127.0.0.1", 0))
+        ours = socket.create_connection(listening.getsockname())
+    found = [listening, ours, listening.accept()[0]]
+    yield found
+    for one in found:
+        one.close()
+
+
+def child() -> int:
+    """One that is busy."""
+    number = os.fork()
+    if not number:
+        signal.pause()
+        os._exit(0)
+    return number
+
+
+@pytest.mark.parametrize("end", [1, 2])
+def test_a_connection_ends_with_its_process(three: list[socket.socket], end: int) -> None:
+    number = child()
+    three[end].close()
+    other = three[3 - end]
+    other.settimeout(5.0)
+    try:
+        assert other.recv(1) == b""
+    finally:
+        os.kill(number, signal.SIGKILL)
+        os.waitpid(number, 0)
+
+
+def test_numbers_stay_taken_and_what_came_later_under_one_stays_open(three: list[socket.socket]) -> None:
+    other = socket.socketpair()
+    os.dup2(other[0].fileno(), three[1].fileno(), inheritable=True)
+    three[0].set_inheritable(True)
+    reads, writes = os.pipe()
+    number = os.fork()
+    if not number:
+        targets = [os.readlink(f"/proc/self/fd/{one.fileno()}") for one in three]
+        os.write(writes, "\n".join(targets).encode())
+        os._exit(0)
+    os.waitpid(number, 0)
+    found = os.read(reads, 1000).decode().split("\n")
+    assert found == ["/dev/null", os.readlink(f"/proc/self/fd/{three[1].fileno()}"), "/dev/null"]
+    for one in (reads, writes):
+        os.close(one)
+    for end in other:
+        end.close()
+
+
+def test_another_program_inherits_none_either(three: list[socket.socket], tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("wb") as lock:
+        os.set_inheritable(lock.fileno(), True)
+        keep_from_children(lock.fileno())
+        kept = {os.readlink(f"/proc/self/fd/{one.fileno()}") for one in (*three, lock)}
+        said = subprocess.run(["ls", "-l", "/proc/self/fd"], capture_output=True, close_fds=False, check=True)
+    assert not [one for one in kept if one in said.stdout.decode()]

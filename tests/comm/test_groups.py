@@ -1,7 +1,5 @@
 """The mesh, the environment and the rendezvous: what does not fit is refused with what to type."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
@@ -54,12 +52,6 @@ def test_ranks_along_the_pipeline(mesh: Any, world: World, wanted: int | None, s
     assert read_mesh(mesh, world, wanted=wanted).num_ranks == size
 
 
-@pytest.mark.thorough(
-    but=[
-        'mesh2-world2-2-mesh=\\\\{"pipe": 4\\\\} for a schedule of 2 ranks: expected mesh=\\\\{"pipe": 2\\\\}',
-        'mesh4-world4-None-mesh=\\\\{"tensor": 3\\\\} on 4 processes: expected a size that divides 4',
-    ]
-)
 @pytest.mark.parametrize(
     ("mesh", "world", "wanted", "message"),
     [

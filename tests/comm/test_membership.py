@@ -1,7 +1,5 @@
 """Who is in a run that goes on: several memberships over one store in memory, without processes."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """Processes, coordinates and ranks of the schedule: three things, told apart on meshes whose order is not the usual."""
 
-from __future__ import annotations
-
 from itertools import permutations
 
 import pytest

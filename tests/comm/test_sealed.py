@@ -1,7 +1,5 @@
 """What a process of a run believes: forged values, pickles and folders do not count, and nothing of them is run."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

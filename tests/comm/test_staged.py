@@ -1,7 +1,5 @@
 """Messages of CUDA devices through the host's memory: what waits for what, and the same numbers as without."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

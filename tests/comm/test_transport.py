@@ -1,7 +1,5 @@
 """Messages of every type and layout: within a process, and over gloo with several messages under way."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable
@@ -74,9 +72,6 @@ def payloads() -> list[list[Tensor]]:
     ]
 
 
-# --- layouts ---
-
-
 @pytest.mark.parametrize(
     ("tensor", "stride"),
     [
@@ -90,9 +85,6 @@ def payloads() -> list[list[Tensor]]:
 def test_a_layout_has_no_gaps_and_keeps_the_order_of_memory(tensor: Tensor, stride: tuple[int, ...]) -> None:
     spec = TensorSpec.of(tensor.requires_grad_())
     assert spec == TensorSpec(tuple(tensor.shape), stride, torch.float32, True)
-
-
-# --- in one process ---
 
 
 def test_in_process_messages_are_taken_once_and_dropped_on_abort() -> None:
@@ -204,29 +196,6 @@ def seen_to_come() -> list[bool]:
 def test_a_watched_message_is_seen_to_come(gloo: Pool) -> None:
     count = sum(bool(tensors) for tensors in payloads())
     assert gloo.run(seen_to_come, ranks=2)[1] == [False] * count + [True] * (count - 1) + [False] * (count + 1)
-
-
-def late_receiver() -> str:
-    mine = transport(timeout=0.5)
-    if dist.get_rank() == 0:
-        tensors = [torch.ones(1000)]
-        mine.send(act(3), 1, tensors, specs_of(tensors))
-        try:
-            mine.drain(5.0)
-        except PipelineTimeout as error:
-            return str(error)
-        finally:
-            tell()
-    else:
-        until_told()
-    return ""
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_a_rank_that_never_takes_a_message_is_named(gloo: Pool) -> None:
-    said = gloo.run(late_receiver, ranks=2)[0]
-    assert "for rank 1 to take the activations of microbatch 3 from stage 0 to stage 1" in said
 
 
 def hold_and_free() -> list[tuple[int, int]]:

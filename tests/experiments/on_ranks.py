@@ -1,7 +1,5 @@
 """Jobs of works on ranks of this machine."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Jobs of experiments: how each one ends, what is run again, and what a kill leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -11,8 +11,6 @@ A change that moves or renames what `old` quotes, or the test that catches it, t
 says which. `make nightly ARGS="-k faults"` tries all of them, each in a copy of the package.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -63,3 +61,10 @@ def test_a_fault_is_caught(root: Path, fault: Fault) -> None:
         ended = run_in(root, "-m", "pytest", *options, fault.caught_by)
     failed = ended.returncode == pytest.ExitCode.TESTS_FAILED and "\nFAILED " in ended.stdout
     assert failed, f"{fault.caught_by} does not see {fault.new!r} in {fault.file}:\n{ended.stdout}{ended.stderr}"
+
+
+@pytest.mark.parametrize(("slower", "core_seconds", "holds"), [(1, 590, True), (1, 610, False), (3, 3 * 590, True)])
+def test_the_budget_counts_on_the_scale_of_the_work_beside_it(slower: int, core_seconds: float, holds: bool) -> None:
+    first_tier = budget.Budget()
+    first_tier._workers = [(core_seconds / 3, slower * budget.REFERENCE)] * 3
+    assert first_tier.verdict()[1] is holds

@@ -1,7 +1,5 @@
 """Models that are built without memory, filled on a CUDA device: equal to those that were built there."""
 
-from __future__ import annotations
-
 import os
 from contextlib import AbstractContextManager, nullcontext
 

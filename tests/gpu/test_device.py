@@ -4,8 +4,6 @@ Figures are printed and, by `make gpu`, kept in experiments/results/gpu with the
 what must hold on any device.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

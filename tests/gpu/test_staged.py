@@ -3,8 +3,6 @@
 On the CPU gloo processes carry them out with copies in place of a device's.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import statistics

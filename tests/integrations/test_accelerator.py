@@ -1,7 +1,5 @@
 """PipelineAccelerator over gloo ranks beside accelerate's own, of a process a replica, in one script."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Models of transformers over context and expert groups: exact against one process, also packed and padded."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any
@@ -57,12 +55,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "OlmoeConfig": _MOE,
     "DeepseekV3Config": _MOE | _DEEPSEEK,
 }
-_SCHEDULES: dict[str, dict[str, Any]] = {
-    "1f1b": {},
-    "interleaved": {"num_chunks": 2},
-    "zb-h1": {},
-    "2bw": {},
-}
+_SCHEDULES: dict[str, dict[str, Any]] = {"1f1b": {}, "interleaved": {"num_chunks": 2}, "zb-h1": {}, "2bw": {}}
 _LENGTH, _RATE = 16, 0.05
 
 

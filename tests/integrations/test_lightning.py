@@ -1,7 +1,5 @@
 """PipelineStrategy over gloo ranks beside Lightning in one process, each started as a script."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """PipelineTrainer over gloo ranks beside transformers' Trainer in one process, each started as a script."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

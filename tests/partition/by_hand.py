@@ -3,8 +3,6 @@
 Schedules and their simulator are those of the package; nothing of its planner and solver is used.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Each node over a tensor group divided, whole or by samples: against all assignments, and what a plan makes of it."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import cache

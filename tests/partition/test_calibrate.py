@@ -1,10 +1,7 @@
 """Constants fitted to steps that a user measured: which are taken, how far they reach, and that they do no harm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import NamedTuple
@@ -12,14 +9,13 @@ from typing import NamedTuple
 import pytest
 from support.inside import MORE, NO_FIT, SCALE, DeviceModel, Scales
 from support.inside import fit_calibrate as calibrate
-from support.megatron_table import table
-from support.trainings import MeasuredTraining, estimated, read_trainings
+from support.trainings import MeasuredTraining, estimated, published
 
 from stagewright.partition import Cluster
 
 from .test_measured_trainings import OTHER, SYNTHETIC, TYPICAL, measured_on, training
 
-VTRAIN = read_trainings(Path(__file__).parents[1] / "data" / "vtrain_multi_half.csv", network=12.5e9)
+VTRAIN = list(published("vtrain").values())
 
 
 class Step(NamedTuple):
@@ -213,7 +209,7 @@ def test_published_trainings_are_predicted_by_five_of_them(efficiency: float, mo
     """vTrain's and Megatron-LM's on A100s, ten times five of each, from a device that is a quarter too slow or about
     right: the others are predicted much closer, or as before."""
     start, rng = replace(DeviceModel.preset("A100-80GB"), matrix_efficiency=efficiency), Random(2)
-    for rows in (VTRAIN, table()):
+    for rows in (VTRAIN, list(published("megatron").values())):
         errors = [abs(estimated(row, start) / row.seconds - 1) for row in rows]
         without, with_fit = list[float](), list[float]()
         for _ in range(10):

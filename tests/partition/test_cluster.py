@@ -29,7 +29,10 @@ def test_short_form() -> None:
 
 def test_json_there_and_back() -> None:
     cluster = Cluster(
-        levels=(Level(name="a", size=2, bandwidth=1.0), Level(name="b", size=2, bandwidth=0.5, latency=0.1)),
+        levels=(
+            Level(name="a", size=2, bandwidth=1.0),
+            Level(name="b", size=2, bandwidth=0.5, message_seconds=0.1, sum_busy=0.75),
+        ),
         kinds=(DeviceKind(name="new", speed=2.0, memory_bytes=5.0), DeviceKind(name="old")),
         nodes=("new", "old"),
     )
@@ -62,6 +65,10 @@ def test_bad_short_form(text: str, message: str) -> None:
 GOOD = json.loads(Cluster.from_levels([(2, 1.0), (2, 0.5)]).to_json())
 
 
+def of_level(**figures: float) -> dict[str, list[dict[str, object]]]:
+    return {"levels": [{"name": "a", "size": 2, "bandwidth": 1, **figures}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -75,6 +82,8 @@ GOOD = json.loads(Cluster.from_levels([(2, 1.0), (2, 0.5)]).to_json())
         ({"nodes": ["device", "tpu"]}, r"c\.json: node 1: unknown device kind 'tpu': expected one of device"),
         ({"nodes": ["device"]}, r"1 kinds of nodes for 2 nodes"),
         ({"nodes": "device"}, r"nodes: 'device': expected the name of a kind for each node"),
+        (of_level(message_seconds=-1), r"levels\[0\]: message_seconds: -1: expected a finite number"),
+        (of_level(sum_busy=1.5), r"sum_busy: 1.5: expected a number of at least 0 and at most 1"),
         ({"rings": "tree"}, r"c\.json: rings: 'tree': expected one of levels, flat"),
         ({"version": 0}, r"c\.json: version: 0: expected 1"),
     ],

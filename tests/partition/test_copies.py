@@ -1,7 +1,5 @@
 """Copies of a model, and tries that leave the model untouched."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import random
@@ -98,19 +96,6 @@ def called_compiled(layer: Any) -> None:
     layer.compile(backend="eager")
 
 
-@pytest.mark.thorough(
-    but=[
-        "closure",
-        "global_name",
-        "default",
-        "hook",
-        "decorated",
-        "holder",
-        "called_compiled",
-        "weak",
-        "closure_in_a_partial",
-    ]
-)
 @pytest.mark.parametrize(
     "around",
     [closure, closure_in_a_partial, decorated, default, global_name, holder, weak, hook, compiled, called_compiled],

@@ -1,7 +1,5 @@
 """Models built within deferred(): the values that recipes make are those of plain construction, bit by bit."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ Nothing computes here: a segment takes its bytes' time on the link from rank r +
 on the way; it leaves when rank r has said that it waits for it. Seconds are a clock's of an event queue.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator

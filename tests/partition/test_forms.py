@@ -1,7 +1,5 @@
 """Forms of arguments, and code that reads values on fake tensors."""
 
-from __future__ import annotations
-
 import enum
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One treatment from each rank's front: against every treatment of every stage in every cut, by the same simulation."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator
@@ -304,21 +302,6 @@ def test_a_heavy_stage_has_two_ranks() -> None:
     assert "tensor 2-1-1" in found.explain().splitlines()[0]
     assert "heavy, tensor 2" in found.explain()
     assert Plan.from_json(found.to_json()) == found
-
-
-@pytest.mark.thorough
-def test_too_little_memory_names_the_least_that_fits() -> None:
-    layer = {"forward_seconds": 1.0, "backward_seconds": 2.0, "activation_bytes": 10.0, "stash_bytes": 100.0}
-    nodes = tuple(Node(name=f"l{i}", parameter_bytes=50.0, **layer) for i in range(12))
-    profile, cluster = Profile(nodes=nodes, microbatch_size=1), Cluster.from_levels([(3, 1e9)])
-    for limit in (0.0, 500.0):
-        with pytest.raises(ValueError, match=r"needs 1,160 bytes of .*more devices, a smaller microbatch"):
-            plan(profile, cluster, global_batch=8, memory_limit=limit)
-    assert plan(profile, cluster, global_batch=8, memory_limit=1160.0).simulated_step_time is not None
-    with pytest.raises(ValueError, match="1 too many"):
-        plan(profile, cluster, global_batch=8, memory_limit=1119.0)
-    with pytest.raises(ValueError, match="memory_limit: -5: expected a finite number of at least 0"):
-        plan(profile, cluster, global_batch=8, memory_limit=-5)
 
 
 @pytest.mark.thorough

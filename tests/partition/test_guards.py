@@ -1,7 +1,5 @@
 """Changes of what recorded code reads are seen, and nothing else is taken for one."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

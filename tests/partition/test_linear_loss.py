@@ -1,7 +1,5 @@
 """The cross entropy of a head without all logits: numbers of plain PyTorch in float64, and what exists meanwhile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product

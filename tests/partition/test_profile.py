@@ -45,15 +45,6 @@ def bad_node(**fields: object) -> str:
     return json.dumps(record)
 
 
-@pytest.mark.thorough(
-    but=[
-        "[]-p\\\\.json: \\\\[\\\\]: expected a JSON object",
-        "text4-p\\\\.json: edges\\\\[0\\\\]: \\\\['a'\\\\]: expected \\\\[producer, consumer\\\\]",
-        "text5-p\\\\.json: edge a -> z: node 'z' is not in the profile",
-        "text8-p\\\\.json: profile without nodes",
-        "text17-p\\\\.json: nodes\\\\[0\\\\]: runs_again: 'no': expected true or false",
-    ]
-)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -83,6 +74,8 @@ def bad_node(**fields: object) -> str:
         (change(optimizer_ratio=-1), r"p\.json: optimizer_ratio: -1: expected a finite number of at least 0"),
         (change(step_seconds=0), r"p\.json: step_seconds: 0: expected a finite number above 0"),
         (change(step_spread="wide"), r"p\.json: step_spread: 'wide': expected a finite number"),
+        (change(action_seconds=-1), r"p\.json: action_seconds: -1: expected a finite number"),
+        (change(around_seconds=math.inf), r"p\.json: around_seconds: inf: expected a finite number"),
     ],
 )
 def test_bad_json(text: str, message: str) -> None:
@@ -124,6 +117,8 @@ MEASURED = Profile(
     optimizer_ratio=2.0,
     step_seconds=5.0,
     step_spread=0.1,
+    action_seconds=3e-4,
+    around_seconds=2e-3,
 )
 
 
@@ -155,6 +150,7 @@ def test_files_from_before_these_figures_are_still_read() -> None:
     assert not profile.knows("keep_less")
     assert (profile.microbatch_size, profile.optimizer_ratio, profile.step_seconds) == (None, None, None)
     assert profile.parts_over_step is None
+    assert (profile.action_seconds, profile.around_seconds) == (0, 0)
 
 
 def test_the_sum_of_the_parts_over_the_whole() -> None:
@@ -180,6 +176,7 @@ def test_typical_seconds_add_up_to_what_the_whole_took_on_average() -> None:
     whole = Profile(nodes=nodes, step_seconds=10.0, slowdown=1.2).typical()
     assert whole.parts_seconds == pytest.approx(12.0)
     assert whole.nodes[0].forward_seconds == pytest.approx(1.5)
+    assert replace(MEASURED, slowdown=2.0).typical().action_seconds == 3e-4
     assert (whole.nodes[0].selective_bytes, whole.nodes[0].selective_seconds) == (7, pytest.approx(0.75))
     assert (whole.nodes[1].selective_bytes, whole.nodes[1].selective_seconds) == (None, None)
     assert (whole.slowdown, whole.step_seconds, whole.parts_over_step) == (1.0, 12.0, pytest.approx(0.0))

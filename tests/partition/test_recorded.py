@@ -1,7 +1,5 @@
 """Records of forwards, refusals and their words."""
 
-from __future__ import annotations
-
 import copy
 import cProfile
 import random

@@ -1,7 +1,5 @@
 """Seconds that the runtime takes around actions and messages, in profiles, clusters, plans and simulations."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import product
@@ -251,28 +249,3 @@ def test_sums_that_keep_ranks_busy_are_no_time_beside_compute(busy: float, chunk
         c, Model(profile(0.0), MemoryRules(optimizer_ratio=2.0))
     )
     assert least == pytest.approx(work + 8 * (1.0 if chunks == 1 else busy))
-
-
-def test_files_keep_them() -> None:
-    known, links = profile(3e-4, 2e-3), cluster(message_seconds=1e-4, sum_busy=0.75)
-    assert Profile.from_json(known.to_json()) == known
-    assert Cluster.from_json(links.to_json()) == links
-    assert replace(known, slowdown=2.0).typical().action_seconds == 3e-4
-    old = known.to_json().replace('"action_seconds": 0.0003,', "").replace('"around_seconds": 0.002,', "")
-    assert "action_seconds" not in old
-    assert "around_seconds" not in old
-    assert (Profile.from_json(old).action_seconds, Profile.from_json(old).around_seconds) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_what_cannot_be_is_refused(value: float) -> None:
-    with pytest.raises(ValueError, match="action_seconds"):
-        profile(value)
-    with pytest.raises(ValueError, match="around_seconds"):
-        profile(0.0, value)
-    with pytest.raises(ValueError, match="message_seconds"):
-        cluster(message_seconds=value)
-    with pytest.raises(ValueError, match="sum_busy"):
-        cluster(sum_busy=value)
-    with pytest.raises(ValueError, match=r"sum_busy: 1.5: expected a number of at least 0 and at most 1"):
-        cluster(sum_busy=1.5)

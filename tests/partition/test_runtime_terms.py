@@ -1,7 +1,5 @@
 """Terms of formulas by closed form: what runtimes overlap, what travels for an update, products in 4 bits."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The backward in two halves: I leaves weights alone where it can, and both together are the whole, to the last bit."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,13 +1,41 @@
-"""Bytes on a rank by data structure, counted by hand and along lowered programs."""
+"""Bytes on a rank: by data structure, counted by hand and along lowered programs, over time, and beside tensors.
 
-from __future__ import annotations
+A plan that takes just as many bytes as there are fits; one byte in a million less, and it does not.
+"""
+
+from collections.abc import Mapping
+from itertools import combinations, pairwise
+from random import Random
+from typing import Any
 
 import pytest
 from support.inside import LowerSTAGE_KINDS as STAGE_KINDS
-from support.inside import Sharing, Transfer, make_stream, receives_ahead
+from support.inside import Sharing, Transfer, context_bytes, make_stream, receives_ahead
 
-from stagewright.partition import Cluster, MemoryUse, Node, PlanStage, Profile, partition
-from stagewright.schedules import Message, build, lower
+from stagewright.partition import (
+    Cluster,
+    GivenStage,
+    MemoryUse,
+    Node,
+    Plan,
+    PlanStage,
+    Profile,
+    evaluate,
+    partition,
+    plan,
+)
+from stagewright.schedules import (
+    Costs,
+    MemoryCurve,
+    MemoryPart,
+    Message,
+    Op,
+    Schedule,
+    build,
+    lower,
+    memory_curves,
+    simulate,
+)
 
 FREE = 1e15
 
@@ -106,3 +134,238 @@ def test_messages_are_those_of_the_lowered_program(
     assert (predicted[0], predicted[-1]) == (counted[0], counted[-1])
     for most, said in zip(counted, predicted, strict=True):
         assert most <= said <= most + 2 * size
+
+
+@pytest.mark.parametrize(
+    ("device", "num_bytes"),
+    [("cpu", 0), ("cuda:0", 300e6), ("NVIDIA L4", 300e6), ("A100-80GB", 300e6), ("device", 0), ("tpu", 0)],
+)
+def test_a_gpu_holds_its_context(device: str, num_bytes: float) -> None:
+    assert context_bytes(device) == num_bytes
+
+
+def planned(device: str, memory: str, **options: Any) -> Plan:
+    nodes = [
+        Node(name=name, forward_seconds=1, backward_seconds=2, parameter_bytes=1e8, stash_bytes=1e8, activation_bytes=8)
+        for name in "ab"
+    ]
+    profile = Profile(nodes=nodes, device=device)
+    cluster = Cluster.parse(f"2:net=1GB/s:{memory}")
+    options |= {"pipeline_sizes": (2,), "data_sizes": (1,)}
+    return plan(profile, cluster, global_batch=4, **options)
+
+
+def test_a_plan_leaves_what_is_certain_to_be_kept_beside_tensors() -> None:
+    """To the byte: CUDA's context; malloc keeps nothing for certain."""
+    only: dict[str, Any] = {"schedules": "1f1b", "recompute": "none"}
+    tensors = max(planned("cuda", "10GB", **only).memory_bytes.values())
+    for device, beside in (("cuda", 300e6), ("cpu", 0.0), ("device", 0.0)):
+        fits = planned(device, f"{(tensors + beside) / 1e9}GB", **only)
+        assert fits.memory_limits[0] == pytest.approx(tensors + beside)  # all of the device's
+        with pytest.raises(ValueError, match=r"nothing fits the memory: .* bytes") as error:
+            planned(device, f"{(tensors + beside - 10) / 1e9}GB", **only)
+        assert ("(300,000,000 of them besides tensors, for the device's context)" in str(error.value)) == (beside > 0)
+
+
+BELOW = 1 - 1e-6
+
+
+def by_plan(profile: Profile, cluster: Cluster, M: int, limit: float, *, straight: bool = False) -> Plan:
+    data = (1,) if straight else None
+    free: dict[str, Any] = {"recompute": ("none",), "optimizer_sharding": ("none",), "schedules": "1f1b"}
+    return plan(profile, cluster, global_batch=M, memory_limit=limit, data_sizes=data, **free)
+
+
+def by_partition(profile: Profile, cluster: Cluster, M: int, limit: float, *, straight: bool = False) -> Plan:
+    return partition(profile, cluster, num_microbatches=M, memory_limit=limit, straight=straight)
+
+
+PLANNERS = (by_plan, by_partition)
+
+
+@pytest.mark.parametrize(("devices", "M", "needed"), [(1, 1, 80.0), (1, 4, 90.0), (2, 1, 40.0), (2, 4, 50.0)])
+def test_eighty_bytes_fit_in_eighty(devices: int, M: int, needed: float) -> None:
+    """Two nodes of 10 bytes of weights, with gradients and twice as much of the optimizer; 5 bytes of each microbatch.
+
+    The first backward's gradients come while its microbatch is still there: after a batch of one 4 x 20 bytes, before
+    the last of several backwards 10 more; of two stages each half.
+    """
+    nodes = [
+        Node(name=name, forward_seconds=1, backward_seconds=2, parameter_bytes=10.0, stash_bytes=5.0) for name in "ab"
+    ]
+    profile, cluster = Profile(nodes=nodes, microbatch_size=1), Cluster.from_levels([(devices, 1e9)])
+    stages = [GivenStage("ab", [0])] if devices == 1 else [GivenStage("a", [0]), GivenStage("b", [1])]
+    for part, over in ((1.0, False), (BELOW, True)):
+        given = evaluate(profile, cluster, stages, num_microbatches=M, memory_limit=needed * part)
+        assert max(given.memory_bytes.values()) == needed
+        assert any("bytes more than there are" in note for note in given.notes) == over
+    for planned in PLANNERS:
+        assert max(planned(profile, cluster, M, needed).memory_bytes.values()) == needed
+        with pytest.raises(ValueError, match=f"needs {needed:.0f} bytes of {needed - 1:.0f}, 1 too many"):
+            planned(profile, cluster, M, needed * BELOW)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(4))
+def test_at_every_edge_the_fastest_that_fits_is_found(seed: int) -> None:
+    """Against all cuts of four nodes into stages of one device each, at each of their peaks and just below it."""
+    rng = Random(seed)
+    nodes = [
+        Node(
+            name=name,
+            forward_seconds=rng.choice([1, 2, 3]),
+            backward_seconds=rng.choice([2, 4]),
+            activation_bytes=rng.choice([0.0, 0.3]),
+            parameter_bytes=rng.choice([0.1, 7.3, 10.0]),
+            stash_bytes=rng.choice([0.0, 0.7, 5.0]),
+            workspace_bytes=rng.choice([0.0, 2.0]),
+        )
+        for name in "abcd"
+    ]
+    M, devices = rng.choice([1, 3, 6]), 3
+    profile, cluster = Profile(nodes=nodes, microbatch_size=1), Cluster.from_levels([(devices, 1e9)])
+    every = []
+    for inner in (each for number in range(devices) for each in combinations(range(1, 4), number)):
+        stages = [GivenStage("abcd"[a:b], [p]) for p, (a, b) in enumerate(pairwise((0, *inner, 4)))]
+        given = evaluate(profile, cluster, stages, num_microbatches=M)
+        every.append((max(given.memory_bytes.values()), given.simulated_step_time or 0.0))
+    for limit in (part * peak for peak, _ in every for part in (1.0, BELOW)):
+        fitting = [seconds for peak, seconds in every if peak <= limit * (1 + 1e-12)]
+        for planned in PLANNERS:
+            if not fitting:
+                with pytest.raises(ValueError, match="nothing fits the memory"):
+                    planned(profile, cluster, M, limit, straight=True)
+                continue
+            found = planned(profile, cluster, M, limit, straight=True)
+            assert found.simulated_step_time == pytest.approx(min(fitting), rel=1e-9)
+            assert max(found.memory_bytes.values()) <= limit * (1 + 1e-12)
+
+
+@pytest.mark.thorough(but=["zb-v"])
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
+def test_a_limit_of_what_the_best_plan_takes_makes_none_slower(schedule: str) -> None:
+    """Under a V the first of two stages holds nearly all that its rank does, which is more than half of the limit."""
+    rng = Random(1)
+    nodes = [
+        Node(name=f"n{i}", forward_seconds=s, backward_seconds=2 * s, stash_bytes=1.0)
+        for i in range(30)
+        for s in [rng.choice([1.0, 1.5, 2.5])]
+    ]
+    options: dict[str, Any] = {"global_batch": 8, "schedules": (schedule,), "chunk_sizes": (2,), "pipeline_sizes": (4,)}
+    free = plan(Profile(nodes=nodes, microbatch_size=1), Cluster.parse("4:net=1000GB/s"), **options)
+    most = max(free.memory_bytes.values())
+    bound = plan(Profile(nodes=nodes, microbatch_size=1), Cluster.parse("4:net=1000GB/s"), memory_limit=most, **options)
+    assert max(bound.memory_bytes.values()) <= most
+    assert (bound.simulated_step_time or 0.0) <= (free.simulated_step_time or 0.0)
+
+
+KEPT = {
+    MemoryPart.WEIGHTS: "parameters",
+    MemoryPart.GRADIENTS: "gradients",
+    MemoryPart.OPTIMIZER: "optimizer",
+    MemoryPart.BUFFERS: "buffers",
+    MemoryPart.ACTIVATIONS: "activations",
+    MemoryPart.WORKSPACE: "workspace",
+}
+
+
+def uneven(size: int, *, stash: float = 1) -> Profile:
+    return Profile(
+        nodes=tuple(
+            Node(
+                name=f"n{at}",
+                forward_seconds=1,
+                backward_seconds=2,
+                activation_bytes=100 + 7 * at,
+                parameter_bytes=1000 + 30 * at,
+                buffer_bytes=3,
+                stash_bytes=stash * (900 - 40 * at),
+                workspace_bytes=50 + at,
+            )
+            for at in range(size)
+        ),
+        optimizer_ratio=2.0,
+        microbatch_size=1,
+    )
+
+
+def planned_curves(schedule: str, *, stash: float = 1, **options: object) -> Plan:
+    given: dict[str, object] = {"global_batch": 12, "schedules": (schedule,), "pipeline_sizes": (4,), **options}
+    return plan(uneven(16, stash=stash), Cluster.from_levels([(4, 1e15)]), **given)  # type: ignore[arg-type]
+
+
+def curves_of(found: Plan) -> tuple[Schedule, tuple[MemoryCurve, ...]]:
+    schedule = found.build_schedule()
+    costs = Costs(forward=found.seconds(Op.F), backward=found.seconds(Op.B), update=1.0)
+    return schedule, memory_curves(simulate(schedule, costs), found.stage_bytes)
+
+
+def total(parts: Mapping[MemoryPart, float]) -> float:
+    return sum(size for part, size in parts.items() if part is not MemoryPart.MESSAGES)
+
+
+def without_messages(use: MemoryUse) -> float:
+    return use.total - use.communication
+
+
+@pytest.mark.thorough(but=["full-gpipe"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream", "2bw"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_one_stage_a_rank_is_predicted_to_the_byte(schedule: str, recompute: str) -> None:
+    """Messages apart: of those that a plan adds up some are never there at once, or when all else is most.
+
+    Under gpipe gradients that were sent behind the last forward pile up, since nothing comes back that proves their
+    receipt: more messages than predicted, while at least as many bytes of activations go.
+    """
+    found = planned_curves(schedule, recompute=(recompute,))
+    for rank, curve in enumerate(curves_of(found)[1]):
+        said = found.memory[rank]
+        at = max(range(len(curve.times)), key=lambda n: total({part: v[n] for part, v in curve.parts.items()}))
+        parts = {part: values[at] for part, values in curve.parts.items()}
+        assert total(parts) == without_messages(said)
+        assert {name: parts.get(part, 0.0) for part, name in KEPT.items()} == {
+            name: getattr(said, name) for name in KEPT.values()
+        }
+        widest = max(each.output for each in found.stage_bytes)
+        most = max(curve.parts[MemoryPart.MESSAGES])
+        assert curve.peak <= said.total
+        if schedule == "gpipe":
+            assert said.total <= curve.peak + said.communication
+        else:
+            assert most <= said.communication <= most + 4 * widest
+            assert said.total <= curve.peak + 4 * widest
+
+
+@pytest.mark.thorough(but=["interleaved"])
+@pytest.mark.parametrize("schedule", ["interleaved", "looped-bfs", "hanayo", "zb-v"])
+def test_several_stages_a_rank_are_never_more_than_predicted(schedule: str) -> None:
+    """A plan adds the largest workspace of the rank's stages to its fullest moment; it may run at another one."""
+    found = planned_curves(schedule, chunk_sizes=(2,), global_batch=16)
+    for rank, curve in enumerate(curves_of(found)[1]):
+        said = found.memory[rank]
+        most = max(total({part: v[n] for part, v in curve.parts.items()}) for n in range(len(curve.times)))
+        spaces = [
+            each.workspace for each, at in zip(found.stage_bytes, found.stages, strict=True) if at.ranks == (rank,)
+        ]
+        assert most <= without_messages(said) <= most + max(spaces)
+        assert curve.peak <= said.total
+
+
+@pytest.mark.thorough(but=["0.9-1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("stash", [0.9, 10])
+def test_replicas_with_a_divided_optimizer(schedule: str, stash: float) -> None:
+    """Behind a flush gradients are summed when no activations are left; without one, beside those of the next batch."""
+    found = planned_curves(schedule, pipeline_sizes=(2,), data_sizes=(2,), optimizer_sharding=("full",), stash=stash)
+    assert {stage.optimizer_shards for stage in found.stages} == {2}
+    for rank, curve in enumerate(curves_of(found)[1]):
+        said, summing = found.memory[rank], found.stage_bytes[rank // 2].summing
+        most = max(total({part: v[n] for part, v in curve.parts.items()}) for n in range(len(curve.times)))
+        is_behind = schedule == "1f1b" and stash < 1
+        if is_behind:
+            kept = said.parameters + said.gradients + said.optimizer + said.buffers
+            assert without_messages(said) == kept < most < kept + summing
+        else:
+            assert most == without_messages(said)
+        assert (said.communication >= summing) == (is_behind or schedule == "2bw")
+        assert curve.peak <= said.total

@@ -1,7 +1,5 @@
 """Profiles from formulas: shapes, device models, sums over rings, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -37,19 +35,6 @@ def test_megatrons_formula_for_flops() -> None:
     published = 96 * B * s * l * h**2 * (1 + s / (6 * h) + V / (16 * l * h))
     assert model.flops(batch_size=B, recompute="layer") == pytest.approx(published, rel=1e-12)
     assert model.flops(batch_size=B) == pytest.approx(72 * B * s * l * h**2 * (1 + s / (6 * h) + V / (12 * l * h)))
-
-
-def test_parameters_of_gpt2() -> None:
-    gpt2 = Transformer(layers=12, hidden=768, heads=12, vocabulary=50257, length=1024)
-    assert gpt2.num_parameters == 124_439_808  # as torch counts it
-    assert replace(gpt2, head="untied").num_parameters == 124_439_808 + 50257 * 768
-
-
-def test_a_profile_computes_what_the_formula_counts() -> None:
-    for t in (1, 2, 8):
-        profile = profile_of(SMALL, b=2, t=t, device=COUNTER)
-        seconds = total(profile, "forward_seconds") + total(profile, "backward_seconds")
-        assert seconds * t == pytest.approx(SMALL.flops(batch_size=2))
 
 
 def test_a_fused_loss_computes_logits_again_and_keeps_none() -> None:
@@ -183,9 +168,6 @@ def test_sixteen_bytes_a_parameter_or_eighteen() -> None:
     assert total(profile_of(replace(SMALL, head="untied")), "parameter_bytes") == total(profile, "parameter_bytes")
 
 
-# Monotonicity.
-
-
 def test_a_cluster_replaces_the_devices_own_link() -> None:
     same = Cluster.parse("4x8:nvlink=300GB/s,net=25GB/s")
     slow = Cluster.parse("4x8:nvlink=30GB/s,net=25GB/s")
@@ -195,9 +177,6 @@ def test_a_cluster_replaces_the_devices_own_link() -> None:
         transformer_profile(SMALL, **sizes, cluster=slow).parts_seconds
         > transformer_profile(SMALL, **sizes).parts_seconds
     )  # type: ignore[arg-type]
-
-
-# Sources for the planner.
 
 
 def test_a_source_makes_each_profile_once() -> None:
@@ -222,29 +201,6 @@ def test_tensor_sizes(heads: int, cluster: Cluster | None, limit: int | None, si
     assert TransformerSource(transformer=model, device=A100, cluster=cluster).tensor_sizes(limit) == sizes
 
 
-# Fits.
-
-
-def test_a_fit_finds_the_constants_that_made_the_times() -> None:
-    true = replace(A100, matrix_efficiency=0.7, wave_outputs=3e6, link_efficiency=0.6)
-    sizes = [(512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 8)]
-
-    def seconds(device: DeviceModel) -> list[float]:
-        models = [Transformer(layers=1, hidden=h, heads=8, vocabulary=1000, length=512) for h, _ in sizes]
-        return [profile_of(m, t=t, device=device).parts_seconds for m, (_, t) in zip(models, sizes, strict=True)]
-
-    found = fit_device(A100, seconds(true), seconds, constants=("matrix_efficiency", "wave_outputs", "link_efficiency"))
-    assert found.matrix_efficiency == pytest.approx(0.7, rel=1e-4)
-    assert found.wave_outputs == pytest.approx(3e6, rel=1e-3)
-    assert found.link_efficiency == pytest.approx(0.6, rel=1e-3)
-    assert replace(found, matrix_efficiency=0.5, wave_outputs=0.0, link_efficiency=1.0) == replace(
-        A100, matrix_efficiency=0.5, wave_outputs=0.0, link_efficiency=1.0
-    )
-
-
-# Bad input.
-
-
 def test_presets_are_named_once_and_found_in_any_case() -> None:
     assert len({each.name.lower() for each in PRESETS}) == len(PRESETS)
     assert DeviceModel.preset("v100-32gb").memory_bytes == 32e9
@@ -254,21 +210,14 @@ def test_presets_are_named_once_and_found_in_any_case() -> None:
         DeviceModel.preset("abacus")
 
 
-@pytest.mark.thorough(but=["changes0-device 'A100-80GB': peak_flops: 0: expected a finite number above 0"])
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_bad_devices_and_fits() -> None:
+    for wrong, message in (
         ({"peak_flops": 0}, r"device 'A100-80GB': peak_flops: 0: expected a finite number above 0"),
         ({"wave_outputs": -1}, r"wave_outputs: -1: expected a finite number of at least 0"),
         ({"matrix_efficiency": 64}, r"matrix_efficiency: 64: expected a number above 0 and at most 1"),
-    ],
-)
-def test_bad_devices(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(A100, **changes)
-
-
-def test_bad_fits() -> None:
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(A100, **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"constants: \('speed',\): expected some of matrix_efficiency, wave_outputs"):
         fit_device(A100, [1.0], lambda _: [1.0], constants=("speed",))
     with pytest.raises(ValueError, match=r"measured: \(1\.0,\): expected at least 2 runs for 2 constants"):
@@ -303,6 +252,9 @@ ROUTED = replace(FEW, experts=4, top_k=2)
 
 def test_parameters_of_published_models() -> None:
     """To the unit, as their weights are counted."""
+    gpt2 = Transformer(layers=12, hidden=768, heads=12, vocabulary=50257, length=1024)
+    assert gpt2.num_parameters == 124_439_808
+    assert replace(gpt2, head="untied").num_parameters == 124_439_808 + 50257 * 768
     assert LLAMA.num_parameters == 8_030_261_248
     assert replace(LLAMA, layers=80, hidden=8192, heads=64).num_parameters == 70_553_706_496
     assert MIXTRAL.num_parameters == 46_702_792_704
@@ -310,6 +262,9 @@ def test_parameters_of_published_models() -> None:
 
 @pytest.mark.parametrize("model", [FEW, ROUTED], ids=["few heads of keys", "experts"])
 def test_what_all_ranks_compute_is_what_the_formula_counts(model: Transformer) -> None:
+    for t in (1, 2, 8):
+        profile = profile_of(SMALL, b=2, t=t, device=COUNTER)
+        assert t * sum(node.seconds for node in profile.nodes) == pytest.approx(SMALL.flops(batch_size=2))
     n, h, k, chooser = 2 * 32, 64, model.top_k, 4 if model.experts > 1 else 0
     layer = 2 * n * h * (h + 2 * h / 4 + h + k * 3 * 3.5 * h + chooser) + 4 * n * 32 * h
     assert model.flops(batch_size=2) == 3 * (3 * layer + 2 * n * h * 1000)

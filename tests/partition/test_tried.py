@@ -1,7 +1,5 @@
 """Figures that measured steps put into a plan: steps that are simulated from other figures give those figures back."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from math import log1p

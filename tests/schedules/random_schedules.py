@@ -1,7 +1,7 @@
 """Schedules by hand, and random valid ones with costs for hypothesis.
 
 Any placement, with replicas in any order; skips; edges without gradient; split backwards; any order that the
-data allow.
+data allow. And the names of all builders.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from support.inside import chain
 
-from stagewright.schedules import Action, Costs, Edge, Op, RankTrace, Schedule, Span, Timeline
+from stagewright.schedules import FAMILIES, Action, Costs, Edge, Op, RankTrace, Schedule, Span, Timeline
 
 # The same examples in every run; take derandomize away and max_examples up to search for more.
 steady = settings(max_examples=60, deadline=None, derandomize=True)
@@ -223,3 +223,7 @@ def paused(draw: DrawFn, timeline: Timeline) -> list[RankTrace]:
             spans.append(Span(what, start + shift, end + shift))
         ranks.append(RankTrace(compute=tuple(spans), comm=trace.comm))
     return ranks
+
+
+ASYNC = tuple(name for name, each in FAMILIES.items() if each.rule.is_asynchronous)
+FLUSH = tuple(name for name in FAMILIES if name not in ASYNC)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stagewright.schedules import Costs, build, check, lower_bound, simulate
 
 from .random_schedules import steady
-from .synthesis.published import published, request
+from .synthesis.instances import published, request
 
 DATA = Path(__file__).parents[1] / "data" / "zero_bubble"
 AUTOMATIC = ("zb-1p", "zb-2p", "zb-v")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from textwrap import dedent
 
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
+from support.grids import nightly
 from support.inside import MOVE_OPS, RankProgram, Sharing, Transfer, make_stream, where_sends_wait
 from support.sizes import fitting
 
@@ -26,8 +28,7 @@ from stagewright.schedules import (
     lower,
 )
 
-from .builders import ASYNC, FLUSH
-from .random_schedules import by_hand, disordered, parsed, schedules, steady
+from .random_schedules import ASYNC, FLUSH, by_hand, disordered, parsed, schedules, steady
 from .reference import has_deadlock
 
 
@@ -85,13 +86,6 @@ GOOD = build("1f1b", num_ranks=2, num_microbatches=3)
 ONE = build("1f1b", num_ranks=1, num_microbatches=1)
 
 
-@pytest.mark.thorough(
-    but=[
-        "1-1F0 1B0 1F1 1B1 1F2-missing: 1B2",
-        "1-1F0 1B0 1W0 1F1 1B1 1F2 1B2-1B0 occurs alongside 1I0 or 1W0: expected B, or I and W",
-        "1-1F0 1B0 1F0 1F1 1B1 1F2 1B2 1B2-1F0, 1B2 occur more than once",
-    ]
-)
 @pytest.mark.parametrize(
     ("rank", "program", "message"),
     [
@@ -170,7 +164,7 @@ def test_what_is_no_order(schedule: Schedule, message: str) -> None:
         check(schedule)
 
 
-RANKS = (1, 2, 3, 4, 6, pytest.param(8, marks=pytest.mark.nightly))
+RANKS = (1, 2, 3, 4, 6, nightly(8))
 MICROBATCHES = (1, 2, 3, 5, 8, 13)
 
 
@@ -305,20 +299,14 @@ def prove(name: str, P: int, V: int, M: int) -> None:
     assert where_sends_wait([stream.whole(rank, 3) for rank in range(P)]) is None
 
 
-@pytest.mark.thorough(but=["chimera"])
+@pytest.mark.thorough(but=["few-chimera"])
 @pytest.mark.parametrize("name", [*FLUSH, *ASYNC])
-def test_all_families_end(name: str) -> None:
-    for sizes in [(2, 2, 8), (5, 3, 10), (6, 3, 16)]:
-        prove(name, *sizes)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [*FLUSH, *ASYNC])
-def test_all_families_end_at_many_sizes(name: str) -> None:
-    for P in (2, 3, 4, 5, 6, 8, 11):
-        for M in (1, 2, 5, 8, 13, 16, 24, 36):
-            for V in (1, 2, 3, 5) if FAMILIES[name].takes_chunks else (1,):
-                prove(name, P, V, M)
+@pytest.mark.parametrize("sizes", ["few", nightly("many")])
+def test_all_families_end(name: str, sizes: str) -> None:
+    chunks = (1, 2, 3, 5) if FAMILIES[name].takes_chunks else (1,)
+    many = product((2, 3, 4, 5, 6, 8, 11), chunks, (1, 2, 5, 8, 13, 16, 24, 36))
+    for P, V, M in many if sizes == "many" else [(2, 2, 8), (5, 3, 10), (6, 3, 16)]:
+        prove(name, P, V, M)
 
 
 def test_programs_that_wait_for_each_other_in_any_case_are_no_schedule() -> None:

@@ -1,7 +1,5 @@
 """Closed forms of papers about each schedule, exactly, from the event simulator. F and B: seconds of a stage action."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product

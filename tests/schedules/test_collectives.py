@@ -239,3 +239,29 @@ def test_sums_of_tied_weights_hold_up_the_updates_of_all_their_stages() -> None:
 def test_ties_that_are_none(tied: object) -> None:
     with pytest.raises(ValueError, match="tied="):
         simulate(build("1f1b", num_ranks=2, num_microbatches=1), Costs(tied=tied))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("M", range(1, 6))
+def test_weights_of_an_evaluation_are_gathered_in_one_order(M: int) -> None:
+    """Fewer microbatches than owners leave stages of a rank unused; all the same it gives its parts to the others."""
+    schedule = replicate(build("chimera", num_ranks=4, num_microbatches=4), 2).forward_only(num_microbatches=M)
+    both = tuple(Collective((stage,), op, 0) for stage in range(4) for op in (Op.UNSHARD, Op.RESHARD))
+    check_lowered(lower(schedule, sharing=Sharing(loss=True, collectives=both)))
+
+
+@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
+@pytest.mark.parametrize("data", [1, 2])
+def test_sums_of_two_copies_begin_in_one_order(name: str, data: int) -> None:
+    """Behind the last backward of each stage on each rank, without a circle of ranks that wait for each other."""
+    schedule = replicate(build(name, num_ranks=4, num_microbatches=8), data)
+    sums = tuple(Collective((stage,), Op.REDUCE_GRAD, 0) for stage in range(4))
+    lowered = lower(schedule, sharing=Sharing(loss=True, collectives=sums))
+    check_lowered(lowered)
+    orders = {}
+    for program in lowered.programs:
+        steps = [step for step in program.steps if isinstance(step, Action | Collective)]
+        begun = [step for step in steps if isinstance(step, Collective)]
+        assert {step.stages[0] for step in begun} == set(schedule.placement[program.rank])
+        assert steps.index(begun[0]) < len(steps) - 2  # the first goes on beside the backwards that follow
+        orders.setdefault(schedule.placement[program.rank], set()).add(tuple(begun))
+    assert [len(found) for found in orders.values()] == [1, 1]

@@ -1,19 +1,22 @@
 """The order of each builder, drawn: small ones here, larger ones in data/golden, and those of the docstrings.
 
 pytest tests/schedules/test_golden.py --update-golden     writes data/golden anew; review it as a diff
-"""
 
-from __future__ import annotations
+The CSV of torch.distributed.pipelining, both ways, through torch's own classes (mock stages, no processes).
+"""
 
 import inspect
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.inside import derive_versions, ir, paci, pipedream, two_bw
 from support.sizes import fitting
 
-from stagewright.schedules import FAMILIES, Costs, Family, Op, Schedule, build, check, lower_bound, simulate
+from stagewright.schedules import FAMILIES, Costs, Family, Op, Schedule, build, check, lower, lower_bound, simulate
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 
@@ -177,3 +180,175 @@ def test_picture_of_the_module() -> None:
     ]
     cells = made("1f1b", 2, 3, 1).unit_time_cells()
     assert [row.split() for row in rows] == [[str(cell or ".") for cell in row] for row in cells]
+
+
+# (P, V, M): torch needs M to be a multiple of the rounds of M // P for interleaved, and M >= P for 1F1B.
+INTERLEAVED = [(2, 2, 4), (4, 2, 8), (4, 3, 10), (4, 2, 3), (3, 1, 6), (1, 3, 4)]
+PLAIN = [(1, 1), (2, 5), (4, 4), (4, 8)]
+
+
+@pytest.fixture(scope="module")
+def torch_schedules() -> Any:
+    from torch.distributed.pipelining import schedules
+
+    return schedules
+
+
+def mock_stages(P: int, V: int) -> list[Any]:
+    return [
+        SimpleNamespace(
+            num_stages=P * V,
+            group_size=P,
+            group_rank=0,
+            stage_index=chunk * P,
+            is_first=chunk == 0,
+            is_last=chunk * P == P * V - 1,
+            has_backward=True,
+            stage_index_to_group_rank={},
+            submod=None,
+        )
+        for chunk in range(V)
+    ]
+
+
+def multi(torch_schedules: Any, kind: str, P: int, V: int, M: int) -> Any:
+    return getattr(torch_schedules, kind)(mock_stages(P, V), M)
+
+
+def orders(programs: Iterable[Iterable[Any]]) -> list[list[str]]:
+    """Compute actions as text, without idle cells and gradient reductions; overlapped ones one after the other."""
+    flat = [
+        [p for a in program if a is not None for p in getattr(a, "sub_actions", None) or [a]] for program in programs
+    ]
+    return [[str(a) for a in program if str(a) and "REDUCE_GRAD" not in str(a)] for program in flat]
+
+
+# --- the rules coincide ---
+
+
+@pytest.mark.parametrize(("P", "M"), PLAIN)
+def test_the_order_of_1f1b_is_torchs(torch_schedules: Any, P: int, M: int) -> None:
+    """Torch 2.13 writes the last rank's forwards as 1..M in its table (and runs 0..M-1): there only the ops count."""
+    theirs = torch_schedules.Schedule1F1B(mock_stages(P, 1)[0], M)._get_pipeline_order()
+    ours = build("1f1b", num_ranks=P, num_microbatches=M).programs
+    assert orders(theirs[rank] for rank in range(P - 1)) == orders(ours[:-1])
+    assert "".join(a.computation_type.value for a in theirs[P - 1] if a and a.is_compute_op) == "FB" * M
+    assert "".join(action.op for action in ours[-1]) == "FB" * M
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        *(("ScheduleGPipe", (P, 1, M)) for P, M in PLAIN),
+        *(("ScheduleInterleaved1F1B", sizes) for sizes in INTERLEAVED),
+        *(("ScheduleInterleavedZeroBubble", sizes) for sizes in (*INTERLEAVED, (4, 1, 2))),
+        *(("ScheduleZBVZeroBubble", (P, 2, M)) for P, M in [(1, 3), (2, 4), (4, 8), (4, 5), (3, 2)]),
+        *(("ScheduleDualPipeV", (P, 2, M)) for P, M in [(2, 4), (4, 9), (3, 6)]),
+    ],
+)
+def test_the_order_is_torchs(torch_schedules: Any, kind: str, sizes: tuple[int, int, int]) -> None:
+    """Fewer microbatches than a full warm-up included."""
+    P, V, M = sizes
+    if kind == "ScheduleGPipe":
+        theirs = torch_schedules.ScheduleGPipe(mock_stages(P, 1)[0], M)._get_pipeline_order()
+    else:
+        theirs = multi(torch_schedules, kind, P, V, M).pipeline_order
+    ours = build(kind, num_ranks=P, num_microbatches=M, num_chunks=V)
+    assert orders(theirs[rank] for rank in range(P)) == orders(ours.programs)
+
+
+def test_looped_bfs_differs_from_torchs_in_the_order_of_backwards(torch_schedules: Any) -> None:
+    """Torch runs the microbatches of each backward in descending order; the forwards agree."""
+    theirs = multi(torch_schedules, "ScheduleLoopedBFS", 2, 2, 3).pipeline_order
+    ours = build("ScheduleLoopedBFS", num_ranks=2, num_microbatches=3, num_chunks=2)
+    assert " ".join(orders([theirs[0]])[0]) == "0F0 0F1 0F2 2F0 2F1 2F2 2B2 2B1 2B0 0B2 0B1 0B0"
+    assert " ".join(orders(ours.programs)[0]) == "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2"
+
+
+# --- their tables here ---
+
+
+@pytest.mark.thorough(but=["compute_comms-ScheduleInterleaved1F1B-sizes5"])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        *(("ScheduleInterleaved1F1B", sizes) for sizes in INTERLEAVED),
+        ("ScheduleLoopedBFS", (2, 2, 3)),
+        ("ScheduleInterleavedZeroBubble", (2, 2, 4)),
+        ("ScheduleInterleavedZeroBubble", (4, 1, 8)),
+        ("ScheduleZBVZeroBubble", (4, 2, 8)),
+        *(("ScheduleDualPipeV", sizes) for sizes in [(1, 2, 2), (2, 2, 4), (3, 2, 8), (4, 2, 9)]),
+    ],
+)
+@pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
+def test_torchs_tables_are_read_and_checked(
+    torch_schedules: Any, kind: str, sizes: tuple[int, int, int], form: str, tmp_path: Path
+) -> None:
+    P, V, M = sizes
+    theirs = multi(torch_schedules, kind, P, V, M)
+    theirs._dump_csv(tmp_path / "table.csv", format=form)
+    schedule = Schedule.from_csv((tmp_path / "table.csv").read_text())
+    assert check(schedule).num_actions == sum(map(len, orders(theirs.pipeline_order.values())))
+    assert orders(schedule.programs) == orders(theirs.pipeline_order[rank] for rank in range(P))
+    assert (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches) == (P, P * V, M)
+
+
+def test_torchs_grid_of_a_plain_schedule_is_read(torch_schedules: Any) -> None:
+    """It ends each row with a reduction of gradients, which is left out."""
+    order = torch_schedules.ScheduleGPipe(mock_stages(3, 1)[0], 5)._get_pipeline_order()
+    text = "".join(",".join("" if a is None else str(a) for a in order[rank]) + "\n" for rank in range(3))
+    assert "REDUCE_GRAD" in text
+    assert Schedule.from_csv(text, name="gpipe") == build("gpipe", num_ranks=3, num_microbatches=5)
+
+
+# --- our tables there ---
+
+
+@pytest.mark.thorough(but=["none-gpipe-sizes0"])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("gpipe", (3, 1, 5)),
+        ("1f1b", (4, 1, 8)),
+        ("1f1b", (4, 1, 2)),  # fewer microbatches than ranks: torch's own builder refuses, its runtime does not
+        ("interleaved", (2, 2, 5)),  # a remainder, likewise
+        ("interleaved", (4, 3, 11)),
+        ("looped-bfs", (2, 3, 4)),
+        ("zb-2p", (3, 1, 7)),
+        ("gis", (4, 2, 6)),
+        ("interleaved-zb", (4, 2, 3)),
+        ("zb-v", (3, 2, 5)),
+        ("dualpipe-v", (1, 2, 3)),
+        ("dualpipe-v", (4, 2, 9)),
+    ],
+)
+@pytest.mark.parametrize("overlap", ["none", "pairs"])
+def test_our_tables_are_read_and_lowered_by_torchs_runtime(
+    torch_schedules: Any, name: str, sizes: tuple[int, int, int], overlap: Any, tmp_path: Path
+) -> None:
+    P, V, M = sizes
+    ours = build(name, num_ranks=P, num_microbatches=M, num_chunks=V)
+    path = tmp_path / "table.csv"
+    path.write_text(ours.to_csv(overlap=overlap))
+    assert Schedule.from_csv(path.read_text()).programs == ours.programs
+    theirs = torch_schedules._PipelineScheduleRuntime(mock_stages(P, V), M)
+    theirs._load_csv(str(path))  # checks, places, and adds communication (or raises where it can't go on)
+    assert orders(theirs.pipeline_order[rank] for rank in range(P)) == orders(ours.programs)
+    placed = {stage: rank for rank, stages in enumerate(ours.placement) for stage in stages}
+    assert theirs.stage_index_to_group_rank == placed
+    lowered = theirs.pipeline_order_with_comms
+    sent = {str(a) for actions in lowered.values() for a in actions if "SEND" in str(a)}
+    assert sent == {str(step) for program in lower(ours).programs for step in program.steps if "SEND" in str(step)}
+
+
+@pytest.mark.parametrize(("P", "M"), [(2, 4), (4, 9)])
+def test_overlapped_pairs_are_those_of_torchs_dualpipe_v(torch_schedules: Any, P: int, M: int, tmp_path: Path) -> None:
+    """But one: torch leaves the first pair of the last rank apart."""
+    theirs = multi(torch_schedules, "ScheduleDualPipeV", P, 2, M).pipeline_order
+    table = build("dualpipe-v", num_ranks=P, num_microbatches=M).to_csv(overlap="pairs")
+    ours = [[cell for cell in row.split(",") if cell] for row in table.splitlines()]
+    *others, (_, last) = enumerate(ours)
+    assert all(row == [str(a) for a in theirs[rank] if a is not None] for rank, row in others)
+    apart = f"({P - 1}F{P};{P}B0)OVERLAP_F_B"
+    at = last.index(apart)
+    assert [*last[:at], f"{P - 1}F{P}", f"{P}B0", *last[at + 1 :]] == [str(a) for a in theirs[P - 1] if a is not None]

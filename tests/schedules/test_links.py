@@ -30,8 +30,7 @@ from stagewright.schedules import (
 )
 
 from .random_schedules import by_hand, costs_for, quarters, schedules, steady, with_updates
-from .reference import seconds
-from .reference_links import FREE, Run
+from .reference import FREE, Run, seconds
 
 ACT, GRAD = MessageKind.ACT, MessageKind.GRAD
 
@@ -211,12 +210,6 @@ def test_mistakes(make: object, message: str) -> None:
         make()  # type: ignore[operator]
 
 
-@pytest.mark.thorough(
-    but=[
-        "links0-activation_bytes has 2 numbers for 1 edges",
-        "links5-links=\\\\[\\\\]: expected Links\\\\(\\\\.\\\\.\\\\.\\\\), or None",
-    ]
-)
 @pytest.mark.parametrize(
     ("links", "message"),
     [

@@ -1,7 +1,5 @@
 """Activations that leave their rank while they wait: checked, timed, counted, written and read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 
@@ -31,7 +29,7 @@ from stagewright.schedules import (
     with_offload,
 )
 
-from .builders import FLUSH
+from .random_schedules import FLUSH
 
 FIRST = "0F0 0F1 0OFFLOAD0 0F2 0OFFLOAD1 0RELOAD0 0B0 0RELOAD1 0B1 0B2"
 SECOND = "1F0 1B0 1F1 1B1 1F2 1B2"

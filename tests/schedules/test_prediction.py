@@ -1,7 +1,5 @@
 """A prediction held against measured steps: causes that add up, and the one input that was wrong by its name."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from statistics import median
 

@@ -1,7 +1,5 @@
 """build(): names, options, and what does not fit."""
 
-from __future__ import annotations
-
 import inspect
 from itertools import product
 from typing import Any
@@ -11,8 +9,6 @@ from support.inside import FAMILY_PLACEMENTS, RULES
 from support.sizes import fitting
 
 from stagewright.schedules import FAMILIES, Family, Op, build, canonical_name, check, family
-
-from .builders import ASYNC, FLUSH
 
 
 @pytest.mark.parametrize(
@@ -61,33 +57,6 @@ def test_what_is_full_after_some_rounds_grows_no_more() -> None:
             rounds = range(each.full_after, each.full_after + 4)
             peaks = {check(build(each.name, num_ranks=P, num_microbatches=n * P)).peak_activations for n in rounds}
             assert len(peaks) == 1, each.name
-
-
-@pytest.mark.thorough(but=["1-1-eager-1f1b"])
-@pytest.mark.parametrize("name", FLUSH)
-@pytest.mark.parametrize(("P", "M"), [(1, 1), (3, 1), (1, 4), (3, 7)])
-def test_every_size_is_complete_and_free_of_deadlock(name: str, P: int, M: int) -> None:
-    P, M = fitting(name, P, M)
-    schedule = build(name, num_ranks=P, num_microbatches=M)
-    report = check(schedule)
-    assert schedule.num_slices == (1 if not family(name).takes_slices else P if name == "slimpipe" else 2)  # by default
-    split = sum(action.op is Op.W for program in schedule.programs for action in program)
-    assert report.num_actions == 2 * M * schedule.num_slices * schedule.num_stages + split
-    assert (split > 0) == family(name).splits_backward
-    assert report.peak_versions == (1,) * P
-    chunks = family(name).num_chunks if name == "seq1f1b" else 2  # by default
-    assert schedule.num_stages == P * (chunks if family(name).takes_chunks else family(name).num_chunks)
-
-
-@pytest.mark.parametrize("name", ASYNC)
-@pytest.mark.parametrize(("P", "M"), [(1, 1), (2, 1), (1, 4), (3, 7)])
-@pytest.mark.parametrize("batches", [1, 5, None])
-def test_every_size_of_several_batches(name: str, P: int, M: int, batches: int | None) -> None:
-    schedule = build(name, num_ranks=P, num_microbatches=M, num_batches=batches)
-    assert check(schedule).num_actions == 2 * M * P * schedule.num_batches
-    assert schedule.num_batches == batches or batches is None
-    assert schedule.is_asynchronous
-    assert not schedule.has_epilogue
 
 
 @pytest.mark.parametrize(
@@ -141,6 +110,28 @@ OPTIONS: list[Any] = [
             r"groups=.*expected sizes of at least 2 that add up to 5",
         )
         for groups in ((), (4,), (3, 3), (2, 3), (1, 4), (4, 1), (6, -1))
+    ),
+    (
+        "chimera",
+        {"num_ranks": 3, "num_microbatches": 4},
+        "num_ranks=3 for schedule 'chimera': .* an even number of ranks",
+    ),
+    ("dualpipe", {"num_ranks": 5, "num_microbatches": 10}, "num_ranks=5 for schedule 'dualpipe': .* an even number of"),
+    (
+        "dualpipe",
+        {"num_ranks": 4, "num_microbatches": 6},
+        r"num_microbatches=6 .* on 4 ranks: .* expected an even number, at least 8 \(2P\)",
+    ),
+    (
+        "slimpipe",
+        {"num_ranks": 4, "num_slices": 3},
+        "num_slices=3 for schedule 'slimpipe' on 4 ranks: expected at least 4",
+    ),
+    ("dualpipe", {"num_ranks": 4, "num_microbatches": 9}, "num_microbatches=9 .* expected an even number"),
+    (
+        "dualpipe-v",
+        {"num_ranks": 4, "num_microbatches": 7},
+        r"num_microbatches=7 .* 'dualpipe-v' on 4 ranks: expected at least 8 \(2P\)",
     ),
 ]
 

@@ -1,7 +1,5 @@
 """Durations that vary: samples against the simulator and against cases by hand, and the spread that steps tell."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

@@ -1,8 +1,5 @@
 """Streams: calls and drains put together are the finite program, of any length and from any batch on."""
 
-from __future__ import annotations
-
-import re
 from dataclasses import replace
 
 import pytest
@@ -20,7 +17,6 @@ from support.inside import (
 )
 from support.inside import MessagesSTAGE_KINDS as STAGE_KINDS
 from support.inside import ProgramWork as Work
-from support.inside import stream as stream_module
 
 from stagewright.schedules import Action, Message, MessageKind, Op, Schedule, ScheduleError, build, check, check_lowered
 
@@ -225,24 +221,6 @@ def test_rank_0_needs_no_look_into_the_next_batch() -> None:
             assert sum(a.op is Op.B for a in done) == len(own)
             assert sum(a.op is Op.U for a in done) == schedule.groups_per_batch
             assert all(a.op is not Op.F for a in actions(stream.drain(rank, 9, first_batch=0)))
-
-
-def test_the_picture_of_the_module() -> None:
-    """`B(2t-1)` and the like, for any t."""
-    stream = make_stream(build("2bw", num_ranks=2, num_microbatches=2), sharing=NOTHING)
-    rows = re.findall(r"rank (\d).*call t: (.*?)   +(.*)", stream_module.__doc__ or "")
-    assert len(rows) == 2
-    for rank, call, drain in rows:
-        for t in (3, 8):
-            assert said(call, t) == [a._replace(stage=0) for a in actions(stream.call(int(rank), t, first_batch=0))]
-            assert said(drain, t) == [a._replace(stage=0) for a in actions(stream.drain(int(rank), t, first_batch=0))]
-
-
-def said(text: str, t: int) -> list[Action]:
-    found = []
-    for op, times, plus in re.findall(r"([FBU])\((2?)t([+-]\d)?\)", text):
-        found.append(Action(0, Op(op), int(times or 1) * t + int(plus or 0)))
-    return found
 
 
 # --- refused ---

@@ -73,21 +73,18 @@ def test_a_claim_is_no_proof() -> None:
         check(replace(two_bw(), weight_rule="flush"))
 
 
-def test_unknown_rule() -> None:
-    with pytest.raises(ScheduleError, match="weight_rule='3bw' of schedule 'by hand': expected one of flush, 2bw"):
-        check(by_hand("0F0 0B0 0U0", microbatches=1, rule="3bw"))
-
-
-def test_a_flush_schedule_of_one_batch_holds_no_update() -> None:
-    with pytest.raises(ScheduleError, match="0U0 on rank 0: a flush schedule of one batch holds no U"):
-        check(by_hand("0F0 0B0 0U0", microbatches=1))
-
-
-def test_several_batches_need_their_updates() -> None:
-    with pytest.raises(ScheduleError, match="missing: 0U0 on rank 0"):
-        check(by_hand("0F0 0B0 0F1 0B1", microbatches=1, batches=2))
-    with pytest.raises(ScheduleError, match="missing: 0U0 on rank 0"):
-        check(by_hand("0F0 0B0 0F1 0B1", microbatches=1, batches=2, rule="2bw"))
+@pytest.mark.parametrize(
+    ("program", "batches", "rule", "message"),
+    [
+        ("0F0 0B0 0U0", 1, "3bw", "weight_rule='3bw' of schedule 'by hand': expected one of flush, 2bw"),
+        ("0F0 0B0 0U0", 1, "flush", "0U0 on rank 0: a flush schedule of one batch holds no U"),
+        ("0F0 0B0 0F1 0B1", 2, "flush", "missing: 0U0 on rank 0"),
+        ("0F0 0B0 0F1 0B1", 2, "2bw", "missing: 0U0 on rank 0"),
+    ],
+)
+def test_updates_that_do_not_fit_the_rule(program: str, batches: int, rule: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check(by_hand(program, microbatches=1, batches=batches, rule=rule))
 
 
 def test_an_evaluation_needs_no_updates() -> None:

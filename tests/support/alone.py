@@ -1,7 +1,5 @@
 """Training in one plain process, in a pipeline, and the comparison of both."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

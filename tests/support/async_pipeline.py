@@ -1,7 +1,5 @@
 """An `AsyncCase` on a PipelineModule: in one process, or as one rank of several."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -14,8 +14,6 @@ Why one after the other is enough: each stage runs its backwards in the order of
 that order, and no microbatch sees an update that waits for a later one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -10,8 +10,6 @@ The reference and the pipeline follow one protocol:
 Gradients are cleared before and after each forward_backward. `losses` has one entry a training call.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ starts an interpreter a rank that loads torch, seconds of a core each. What it d
 cli/test_launcher.py, and once from end to end in cli/test_train.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Linear layers for models to wire, and the comparison of a model that is cut with itself on one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model that is built without memory in several ways, and a pipeline over it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

@@ -3,8 +3,6 @@
 Each takes [N, WIDTH] and returns [N, WIDTH]; `blocks` are its units, `forward` is what runs between them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

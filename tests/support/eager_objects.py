@@ -1,7 +1,5 @@
 """Models like those of `eager_models`, whose units read and write objects that the code between them hands on."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Modules that edits put in place of others."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

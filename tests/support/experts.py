@@ -1,7 +1,5 @@
 """Layers of experts in a list and stacked, a model of both, and a pipeline over it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A pipeline over processes that goes wrong where a test says, and what a rank then tells."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

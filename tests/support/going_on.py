@@ -11,8 +11,6 @@ microbatches that a layer of it has seen; and its number into the file KILLS whe
 `support.staged`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

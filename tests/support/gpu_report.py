@@ -1,7 +1,5 @@
 """Figures that tests of a device leave behind: printed, and kept, with its name, where STAGEWRIGHT_REPORT says."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

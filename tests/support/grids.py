@@ -1,7 +1,5 @@
 """Grids thinned out: what `make test` runs of them, and what they leave to `make nightly`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A busy machine makes nobody hang: a process that waits for a core does not sleep
 neither, hardly any time counts. Ranks that hang write down where each of their threads is.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -1,7 +1,5 @@
 """Models that take keywords and return more than tensors, and a batch for each."""
 
-from __future__ import annotations
-
 import copy
 from collections import namedtuple
 from collections.abc import Callable

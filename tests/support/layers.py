@@ -6,8 +6,6 @@ same path as for a fresh tensor, so that "difference 0" may be asked for.
 Symbols: B samples of a (micro)batch, T positions, D width, C channels.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """A translation model of LSTMs with attention, as Echo and TBD measure them: several cut units, most memory in few."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

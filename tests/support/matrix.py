@@ -1,7 +1,5 @@
 """Which cases run on which layouts: a grid for one model, pairwise covers for the rest."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

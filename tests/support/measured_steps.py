@@ -4,8 +4,6 @@ Nothing is fitted to the rows. `MACHINES` and the fields of `Step` say what is k
 a profile from formulas cannot say are in `read()[1]` with the reason.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

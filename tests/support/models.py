@@ -7,8 +7,6 @@
 Each of TASKS has at least 12 places to cut (P=4, V=3); SMALL_TASKS are for runs of many batches.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A machine whose noise is known, to judge what is told of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import exp
 from random import Random

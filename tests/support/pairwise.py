@@ -1,7 +1,5 @@
 """A small set of configurations in which every two values of any two factors meet (greedy, after AETG)."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random

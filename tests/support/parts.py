@@ -1,7 +1,5 @@
 """Modules whose parts are named in the line that declares them."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from torch import Tensor, nn

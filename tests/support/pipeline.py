@@ -1,7 +1,5 @@
 """The protocol of `cases.py` on a PipelineModule: in one process, or as one rank of several."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """User code in a pipeline beside the same model in one plain process, float64, a few steps of SGD."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

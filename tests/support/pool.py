@@ -7,8 +7,6 @@ Every case gets a fresh default process group of its own size, so that nothing i
 After a case that failed in any way all workers are ended, and the next case starts new ones.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The worker's side of `pool.py`: one process, one rank of every case that it is given."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

@@ -1,7 +1,5 @@
 """A language model that predicts two tokens, with two losses (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

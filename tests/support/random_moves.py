@@ -1,7 +1,5 @@
 """Flush schedules from which activations leave their rank while they wait, at random."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

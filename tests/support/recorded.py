@@ -1,7 +1,5 @@
 """Records that the ranks of a run would have made of a simulated step."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 

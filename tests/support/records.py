@@ -1,7 +1,5 @@
 """Arguments of PipelineModule one by one, as grids of tests have them, put into the records that it takes."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -3,8 +3,6 @@
 Written from the specification alone; nothing here imports stagewright.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Random schedules of all families and random orders, with unequal costs and links: for what plays a schedule again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random

@@ -1,7 +1,5 @@
 """A pipeline with recompute=, and its comparison with plain PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

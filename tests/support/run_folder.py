@@ -1,7 +1,5 @@
 """A folder of a run, as `stagewright train` leaves it, with one traced step."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

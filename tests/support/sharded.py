@@ -1,7 +1,5 @@
 """A model whose optimizers are divided over data replicas, and what its tests share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Sizes of schedules that a family takes."""
 
-from __future__ import annotations
-
 from stagewright.schedules import build
 
 

@@ -1,7 +1,5 @@
 """Small causal models for slices of the sequence, and what one plain process makes of a batch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

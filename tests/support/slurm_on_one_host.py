@@ -7,8 +7,6 @@ needs root (slurmd starts other users' jobs) and Debian's slurmctld, slurmd, slu
 accounting, no service of the system.
 """
 
-from __future__ import annotations
-
 import os
 import pwd
 import shlex

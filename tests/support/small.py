@@ -1,7 +1,5 @@
 """A small pipeline that tests of errors break in one way each: six linear layers, two ranks, four microbatches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Staging without a device: the copies of `CudaSide` between tensors of the CPU, as late as they may be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock

@@ -1,7 +1,5 @@
 """Live storages, counted."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """A tied GPT that tensor groups divide, its batches, and a pipeline over it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 `python tests/support/torch_traces.py` makes tests/data/kineto anew: two gloo processes on this machine's CPU.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

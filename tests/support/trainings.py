@@ -1,20 +1,23 @@
-"""Trainings that others measured, and a device model fitted to them. No torch.
+"""Trainings that others measured, their steps as the simulator has them, and a device model fitted to them. No torch.
 
-Files are CSV with the columns of vTrain (Bang et al., MICRO 2024, github.com/VIA-Research/vTrain, data/).
+Megatron-LM's Table 1 (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", SC'21, arXiv 2104.04473), and files with the columns of vTrain (Bang et al., MICRO 2024,
+github.com/VIA-Research/vTrain, data/, MIT licence).
 """
 
-from __future__ import annotations
-
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from stagewright.partition import Cluster
-from support.inside import CONSTANTS, DeviceModel, LayerFormulas, Transformer, fit_device, read_rows
+from stagewright.partition import Cluster, GivenStage, evaluate
+from support.inside import CONSTANTS, DeviceModel, LayerFormulas, Transformer, TransformerSource, fit_device, read_rows
 
+DATA = Path(__file__).parents[1] / "data"
 NODE = 8  # devices
 NOISE = 0.04  # by which equal trainings on a shared cluster differ
 SHOWN = tuple(constant for constant in CONSTANTS if constant != "link_efficiency")  # by trainings; that one by sums
@@ -50,6 +53,7 @@ class MeasuredTraining:
         num_devices: T * P * replicas, in nodes of eight (or one node of fewer).
         network: bandwidth of one device out of its node, its part of the node's cards [bytes/s].
         seconds: of a step.
+        billion_parameters, teraflops: of the model, and of each device, as Table 1 prints them.
     """
 
     heads: int
@@ -67,6 +71,8 @@ class MeasuredTraining:
     vocabulary: int = 51200
     length: int = 2048
     network: float = 25e9
+    billion_parameters: float = 0.0
+    teraflops: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.num_devices == self.tensor * self.pipeline * self.data
@@ -111,6 +117,22 @@ def read_trainings(path: Path, *, network: float) -> tuple[MeasuredTraining, ...
     return tuple(found)
 
 
+@cache
+def published(table: str) -> dict[int, MeasuredTraining]:
+    """Trainings by row, from 1; both are of nodes with eight A100.
+
+    Arguments:
+        table: "megatron", smallest model first, its seconds computed from the published rate and eight cards of
+            200 Gbit/s a node; or "vtrain", every second row, with four of them.
+    """
+    if table == "vtrain":
+        rows = read_trainings(DATA / "vtrain_multi_half.csv", network=12.5e9)
+    else:
+        runs = json.loads((DATA / "megatron_table1.json").read_text(encoding="utf-8"))["runs"]
+        rows = tuple(MeasuredTraining(**run) for run in runs)
+    return dict(enumerate(rows, 1))
+
+
 def estimated(training: MeasuredTraining, device: DeviceModel) -> float:
     """Seconds of one step without a simulation: all work of the busiest rank, one microbatch of the other ranks (fill
     and drain), messages of the first and the last microbatch, and the update with the sums of gradients."""
@@ -143,6 +165,32 @@ def estimated(training: MeasuredTraining, device: DeviceModel) -> float:
     first = work[:P]  # the first chunk of each rank
     fill = first.sum() - first.max()
     return float(training.num_microbatches * busiest + fill + 2 * (S - 1) * message + tied + update[::P].sum())
+
+
+@cache
+def simulated(training: MeasuredTraining, device: DeviceModel) -> float:
+    """Seconds of one step of the training's own plan. `estimated` has the same in a hundredth of the time, for fits.
+
+    No all-reduce of gradients overlaps a backward; messages travel in parts and overlap computation.
+    """
+    reached = device.reached(training.cluster)
+    names = ["embedding", *(f"layer{at}" for at in range(training.layers)), "head"]
+    wide, size = training.num_devices // training.pipeline, training.layers // training.num_stages
+    ends = [0, *range(size + 1, training.layers + 1, size), len(names)]
+    ranks = [range(wide * at, wide * (at + 1)) for at in range(training.pipeline)]
+    plan = evaluate(
+        TransformerSource(transformer=training.model, device=device, cluster=training.cluster),
+        replace(reached, levels=tuple(replace(level, sum_busy=1.0) for level in reached.levels)),
+        [
+            GivenStage(names[a:b], ranks[stage % training.pipeline], training.tensor, "layer")
+            for stage, (a, b) in enumerate(pairwise(ends))
+        ],
+        num_microbatches=training.data * training.num_microbatches,
+        schedule="1f1b" if training.chunks == 1 else "interleaved",
+        microbatch_size=training.microbatch_size,
+    )
+    assert plan.simulated_step_time is not None
+    return plan.simulated_step_time
 
 
 def fit_measured(

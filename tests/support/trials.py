@@ -1,8 +1,6 @@
 """Models and pipes that trials are tested with: layers that draw from every generator, losses that count their calls,
 plans by a profile that nobody measured."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

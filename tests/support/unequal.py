@@ -1,7 +1,5 @@
 """A small language model, batches of unequal microbatches, and the training of one process on them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

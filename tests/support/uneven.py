@@ -1,7 +1,5 @@
 """Plans of `tensor_models` whose stages have tensor groups of different sizes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from stagewright.partition import Plan, PlanStage

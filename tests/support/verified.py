@@ -1,7 +1,5 @@
 """Models for `verify`: one that does something else in a copy of it, and a chain around a module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

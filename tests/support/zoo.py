@@ -4,8 +4,6 @@ Made from configurations alone (no weights are downloaded), in float64, without 
 draws them). Everything else is as the package has it by default, caches and attention kernels too.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

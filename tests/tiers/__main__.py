@@ -3,8 +3,6 @@
 python -m tiers FOLDER           FOLDER: what recorder.py wrote; found faults are kept in FOLDER/faults.json
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from pathlib import Path

@@ -4,8 +4,6 @@ Each worker of pytest times the work before its first test and after its last on
 and of all processes below it. A machine that is slow, or busy with other work, makes both grow alike.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Which cases catch each seeded fault: tried, cheapest first, in copies of the package."""
 
-from __future__ import annotations
-
 import json
 import queue
 import re

@@ -9,8 +9,6 @@
 Greedy set cover (Chvatal 1979): at most ln(branches) times as dear as the cheapest, in practice within some percent.
 """
 
-from __future__ import annotations
-
 import base64
 import heapq
 import json

@@ -1,7 +1,5 @@
 """Writes `@pytest.mark.thorough` above the tests that `make test` leaves out, and takes it from those that it runs."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from collections.abc import Collection

@@ -6,8 +6,6 @@ A test's own process is watched by pytest's hooks, workers of the gloo pool and 
 Python processes that a test starts by `site/sitecustomize.py`. The reader adds up what the processes of a test wrote.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """One headless Chromium for all tests that look at the page, skipped with the reason where there is none."""
 
-from __future__ import annotations
-
 import io
 import shutil
 from collections.abc import Iterator, Sequence

@@ -54,13 +54,6 @@ def test_boxes_stand_where_the_timeline_says_in_the_colours_of_their_ops(browser
     assert len(looked.requests) == 1
 
 
-def test_idle_time_is_drawn_in_the_hue_of_its_cause(browser):
-    looked = browser.show(example("gpipe"))
-    first, (last, y) = looked.place(0, 0, 3), looked.place(0, 0, 4)  # F3, then waiting for B0
-    line = looked.evaluate("stagewright.view.panels[0].rows[0].boxHeight") / 2 - 2
-    assert looked.colours([((first[0] + last) / 2, y + line)]) == [CAUSE_HUES["late_peer"]]
-
-
 def test_hover_tells_what_is_known_of_an_action(browser):
     looked = browser.show(example())
     looked.page.mouse.move(*looked.place(0, 1, 0))
@@ -261,6 +254,10 @@ def test_idle_time_says_its_cause_and_what_it_waits_for(browser):
         assert words in told
     looked.page.mouse.click((first + last) / 2, y)
     assert "late peer" in looked.page.inner_text("#chosen")
+    line = looked.evaluate("stagewright.view.panels[0].rows[0].boxHeight") / 2 - 2
+    looked.page.mouse.move(10, 10)
+    looked.settle()
+    assert looked.colours([((first + last) / 2, y + line)]) == [CAUSE_HUES["late_peer"]]
 
 
 def test_each_exhibit_has_a_scale_of_its_own_on_demand(browser):

@@ -1,11 +1,18 @@
-"""Rows of the page: pinned, hidden, one for equal replicas; the keys and the wheel that move along them."""
+"""Rows of the page: pinned, hidden, one for equal replicas; the keys and the wheel that move along them.
 
-from __future__ import annotations
+What a reader does there: search, select, measure, and save pictures and links of a view.
+"""
 
+import io
+import re
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+from matplotlib.image import imread
 from support.inside import OP_HUES, replicate
 
 from stagewright.schedules import Costs, Op, build, simulate
@@ -161,3 +168,225 @@ def test_letters_and_the_wheel_move_as_people_expect(browser: Any) -> None:
     looked.settle()
     assert view(looked)[0] > near[0]
     assert view(looked)[1] - view(looked)[0] == pytest.approx(near[1] - near[0])
+
+
+def seconds(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"s": 1.0, "ms": 1e-3}[unit]
+
+
+def test_search_finds_actions_by_name_and_in_words(browser: Any) -> None:
+    exhibit = example("zb-h1", steps=(1,))
+    looked = browser.show(exhibit)
+    looked.page.keyboard.press("/")
+    looked.page.keyboard.type("1I")
+    assert looked.page.inner_text("#search output") == "8 found"  # four microbatches, simulated and measured
+    for name in ("1I0", "1I1", "1I2"):
+        looked.page.keyboard.press("Enter")
+        assert f"{name} on rank 1" in looked.page.inner_text("#chosen")
+    looked.page.keyboard.press("Shift+Enter")
+    assert "1I1 on rank 1" in looked.page.inner_text("#chosen")
+    assert looked.page.inner_text("#search output") == "2 of 8"
+    for text, found in (
+        ("stage 1 microbatch 3", "6 found"),
+        ("weight gradient rank 0", "8 found"),
+        ("F2", "4 found"),
+        ("mb:2 forward", "4 found"),
+        ("nonsense", "not understood"),
+        ("", ""),
+    ):
+        looked.page.fill("#search input", text)
+        assert looked.page.inner_text("#search output") == found
+    looked.page.fill("#search input", "F")
+    looked.page.keyboard.press("Escape")
+    assert looked.page.input_value("#search input") == ""
+    assert looked.evaluate("document.activeElement.id") == "base"
+    assert looked.said == []
+
+
+def test_what_is_found_is_framed(browser: Any) -> None:
+    looked = browser.show(example())
+    (x, y), (other, _) = looked.place(0, 0, 0), looked.place(0, 0, 1)  # 0F0, 0F1
+    edge = looked.evaluate("stagewright.view.panels[0].rows[0].boxHeight") / 2 + 1
+    before = looked.colours([(x, y - edge), (other, y - edge)])
+    looked.page.fill("#search input", "0F0")
+    looked.settle()
+    found, beside = looked.colours([(x, y - edge), (other, y - edge)])
+    assert (found, beside) == ("#D6004C", before[1])
+
+
+def test_a_selection_tells_what_each_rank_does_in_it(browser: Any) -> None:
+    exhibit = example()
+    looked = browser.show(exhibit)
+    y = looked.place(0, 0, 0)[1]
+    looked.page.keyboard.down("Shift")
+    looked.page.mouse.move(300, y)
+    looked.page.mouse.down()
+    looked.page.mouse.move(600, y, steps=3)
+    looked.page.mouse.up()
+    looked.page.keyboard.up("Shift")
+    start, end = looked.evaluate("stagewright.state.range")
+    assert view(looked) == [0, exhibit.simulated.makespan]  # nothing moves
+    lines = re.split(r"\n(?=rank \d)", looked.page.inner_text("#selection"))[1:]
+    for trace, line in zip(exhibit.simulated.ranks, lines, strict=True):
+        busy = sum(max(min(end, span.end) - max(start, span.start), 0) for span in trace.compute)
+        arrived = sum(start <= span.end < end for span in trace.comm)
+        told = [seconds(each) for each in re.findall(r"([\d.]+ m?s)", line)]
+        assert told[0] == pytest.approx(busy, rel=5e-3)
+        assert sum(told) == pytest.approx(end - start, rel=5e-3)  # busy, and idle by cause
+        assert f"{3 * arrived} MB in" in line
+    looked.page.keyboard.press("f")
+    assert view(looked) == pytest.approx([start, end])
+    looked.page.keyboard.press("Escape")
+    assert not looked.page.is_visible("#selection")
+    assert looked.said == []
+
+
+def test_the_axis_selects_too(browser: Any) -> None:
+    looked = browser.show(example(steps=(1,)))
+    top = looked.evaluate("document.getElementById('base').getBoundingClientRect().top")
+    looked.page.mouse.move(300, top + 30)
+    looked.page.mouse.down()
+    looked.page.mouse.move(500, top + 30)
+    looked.page.mouse.up()
+    assert looked.page.inner_text("#selection").count("rank 0") == 2  # simulated and measured
+
+
+def test_the_distance_between_two_actions(browser: Any) -> None:
+    exhibit = example()
+    first, second = exhibit.simulated.ranks[0].compute[0], exhibit.simulated.ranks[1].compute[3]
+    wanted = [
+        f"{first.what} on rank 0, {second.what} on rank 1",
+        *(f"{gap:.4g} s" for gap in (second.start - first.start, second.start - first.end, second.end - first.end)),
+    ]
+    looked = browser.show(exhibit)
+    looked.page.mouse.click(*looked.place(0, 0, 0))
+    looked.page.keyboard.down("Shift")
+    looked.page.mouse.click(*looked.place(0, 1, 3))
+    looked.page.keyboard.up("Shift")
+    assert [each for each in wanted if each not in looked.page.inner_text("#selection")] == []
+    looked.page.keyboard.press("Escape")
+    looked.page.focus("#base")
+    looked.page.keyboard.press("Tab")  # Esc has let go: Tab leaves first
+    looked.page.focus("#base")
+    for key in ("Tab", "x", "ArrowDown"):
+        looked.page.keyboard.press(key)
+    for _ in range(9):
+        at = looked.evaluate("[stagewright.state.chosen.row.rank, stagewright.state.chosen.i]")
+        if at == [1, 3]:
+            break
+        looked.page.keyboard.press("ArrowRight" if at[1] < 3 else "ArrowLeft")
+    assert at == [1, 3]
+    looked.page.keyboard.press("x")
+    assert [each for each in wanted if each not in looked.page.inner_text("#selection")] == []
+    assert looked.said == []
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def saved(looked: Any, button: str) -> bytes:
+    with looked.page.expect_download() as download:
+        looked.page.click(button)
+    assert download.value.suggested_filename == "run-a." + button[1:]
+    return Path(download.value.path()).read_bytes()
+
+
+def test_a_picture_is_saved_as_pixels_and_as_vectors(browser: Any) -> None:
+    exhibit = replace(example("zb-h1", num_ranks=12, num_microbatches=16), name="<run> & a")
+    looked = browser.show(exhibit)
+    looked.page.set_viewport_size({"width": 1200, "height": 420})  # not all rows are in sight
+    looked.settle()
+    looked.page.mouse.click(*looked.place(0, 1, 2))
+    looked.evaluate("stagewright.scroller.scrollTop = 60")
+    looked.until("stagewright.view.scroll === 60")
+    title, top = 38, looked.evaluate("stagewright.view.panels[0].rows.map(({ box }) => box)")
+    wanted, spots = Counter(), {}  # type: ignore[var-annotated]
+    for rank, trace in enumerate(exhibit.simulated.ranks):  # type: ignore[union-attr]
+        starts = looked.evaluate(
+            "rank => Array.from(stagewright.page.panels[0].rows[rank].compute.start, (at) => stagewright.view.x(at))",
+            rank,
+        )
+        for x, action in zip(starts, trace.actions, strict=True):
+            wanted[action.op] += 1
+            spots[round(x, 2), top[rank] + title] = action.op
+    root = ElementTree.fromstring(saved(looked, "#svg"))
+    boxes = [each for each in root.iter(SVG + "rect") if (float(each.get("x", -1)), float(each.get("y", -1))) in spots]
+    hues = {OP_HUES[op].lower(): op for op in (Op.F, Op.I)}
+    drawn = Counter(hues[each.get("fill")] for each in boxes if each.get("fill") in hues)
+    assert drawn == {op: wanted[op] for op in (Op.F, Op.I)}
+    hatched = [each for each in boxes if each.get("fill", "").startswith("url(#")]
+    assert len(hatched) == wanted[Op.W]
+    texts = {each.text for each in root.iter(SVG + "text")}
+    assert {"rank 11", "F forward", "W weight gradient", "late peer", "simulated"} <= texts
+    assert any("<run> & a" in str(text) for text in texts)
+    assert not list(root.iter(SVG + "image"))
+    pixels = imread(io.BytesIO(saved(looked, "#png")))
+    height = float(root.get("height", 0))
+    assert pixels.shape[:2] == (2 * height, 2 * float(root.get("width", 0)))
+    assert height > 420
+    seen = [(spot, op) for spot, op in spots.items() if op in (Op.F, Op.I)]
+    for (x, y), op in seen[:: len(seen) // 20]:
+        pixel = pixels[round(2 * (y + 4)), round(2 * (x + 3))]
+        assert "#" + "".join(f"{round(255 * part):02X}" for part in pixel[:3]) == OP_HUES[op]
+    assert looked.evaluate("[stagewright.view.scroll, stagewright.view.height < 420]") == [60, True]  # as it was
+    assert looked.said == []
+
+
+@pytest.mark.thorough
+def test_crowded_rows_are_saved_as_a_small_picture_in_the_vectors(browser: Any) -> None:
+    looked = browser.show(replace(example("gpipe", num_ranks=2, num_microbatches=3000), name="run a"))
+    text = saved(looked, "#svg")
+    assert len(text) < 200_000
+    assert len(list(ElementTree.fromstring(text).iter(SVG + "image"))) >= 2
+
+
+def test_a_link_shows_the_view_again(browser: Any) -> None:
+    exhibit = example(num_ranks=4, steps=(0, 1, 2))
+    looked = browser.show(exhibit)
+    looked.evaluate(
+        """() => {
+            const { page, rows, view } = stagewright;
+            stagewright.chooseStep(page.exhibits[0], 1);
+            rows.hide(page.panels[1], page.panels[1].rows[2]);
+            rows.pin(page.panels[0], page.panels[0].rows[3]);
+            stagewright.toggles.find(({ key }) => key === "i").flip();
+            stagewright.toggles.find(({ key }) => key === "c").flip();
+            view.set(2.5, 7.25);
+            stagewright.jump(page.panels[1], 1, "1F2");
+        }"""
+    )
+    before = view(looked)
+    looked.page.click("#link")
+    looked.until("!document.getElementById('told').hidden")
+    link = looked.page.url
+    assert link.startswith("file:")
+    state = """() => ({
+        rows: [...stagewright.view.pins, ...stagewright.view.panels].map((place) => place.rows.map(({ name }) => name)),
+        shows: stagewright.view.shows,
+        chosen: stagewright.state.chosen && stagewright.state.chosen.panel.name(1, stagewright.state.chosen.i),
+        step: stagewright.page.exhibits[0].chosen,
+    })"""
+    wanted = looked.evaluate(state)
+    assert wanted["rows"] == [["rank 3"], ["rank 0", "rank 1", "rank 2"], ["rank 0", "rank 1", "rank 3"]]
+    looked.page.goto("about:blank")
+    looked.page.goto(link)
+    looked.settle()
+    assert looked.evaluate(state) == wanted
+    assert wanted["chosen"] == "1F2"
+    assert view(looked) == pytest.approx(before, rel=1e-8)
+    looked.page.evaluate("location.hash = 't=1,2'")  # a link that is typed into an open page
+    looked.until("stagewright.rows.hidden.size === 0")
+    assert view(looked) == pytest.approx([1, 2])
+    assert looked.evaluate(state)["shows"]["idle"] is True
+    assert looked.said == []
+
+
+def test_what_a_link_names_and_the_page_has_not_is_said(browser: Any) -> None:
+    looked = browser.show(example())
+    looked.page.evaluate("location.hash = 'hide=0s9,0s1&at=0s0:7F7&step=4&colour=red&on=idle,smoke&t=3'")
+    looked.until("!document.getElementById('told').hidden")
+    told = looked.page.inner_text("#told")
+    assert "Not on this page: colour, step=4, hide=0s9, on=smoke, t=3, at=0s0:7F7" in told
+    assert looked.evaluate("[...stagewright.rows.hidden]") == ["0s1"]
+    assert looked.said == []

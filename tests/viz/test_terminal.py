@@ -1,15 +1,37 @@
-"""Timelines as text: what stands in which column, with and without colours."""
+"""Timelines as text, their colours, and traces for Perfetto: slices nest, flows pair up, times are microseconds.
 
-from __future__ import annotations
+Schedules, timelines and plans in notebooks (frames in Chromium), and from a terminal.
+"""
 
+import json
 import re
+import sys
+import types
+from collections import Counter, defaultdict
 from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from support.inside import OP_HUES, render_terminal
+from support.inside import OP_HUES, as_html, palette, render_terminal, replicate
 
-from stagewright.schedules import Costs, RankTrace, Schedule, Span, Timeline, build, simulate
-from stagewright.viz import Exhibit, MeasuredStep
+from stagewright.partition import Plan, PlanStage
+from stagewright.schedules import (
+    Costs,
+    Idle,
+    MemoryPart,
+    MessageKind,
+    Op,
+    RankTrace,
+    Schedule,
+    Span,
+    Timeline,
+    build,
+    simulate,
+)
+from stagewright.viz import Exhibit, MeasuredStep, show, write_perfetto
 
 
 @pytest.fixture(autouse=True)
@@ -119,3 +141,293 @@ def test_what_it_refuses() -> None:
         render_terminal([])
     with pytest.raises(ValueError, match="width=39: expected a number of columns, at least 40"):
         render_terminal([shown(build("gpipe", num_ranks=1, num_microbatches=1))], width=39)
+
+
+def test_everything_has_a_colour_of_its_own():
+    assert set(palette.OP_HUES) == set(palette.OP_WORDS) == {Op.F, Op.B, Op.I, Op.W, Op.U}
+    assert len(set(palette.OP_HUES.values())) == 5
+    assert set(palette.MESSAGE_HUES) == set(palette.MESSAGE_WORDS) == set(MessageKind)
+    assert len(set(palette.MESSAGE_HUES.values())) == len(MessageKind)
+    assert len(set(palette.MESSAGE_WORDS.values())) == len(MessageKind)
+    assert tuple(palette.CAUSE_HUES) == Idle._fields
+    assert len(set(palette.CAUSE_HUES.values())) == len(Idle._fields)
+
+
+@pytest.mark.parametrize("op", palette.OP_HUES)
+def test_shades_of_chunks_grow_paler(op):
+    shades = [sum(palette.box_colour(op, chunk=chunk, num_chunks=4, batch=0)) for chunk in range(4)]
+    assert shades == sorted(shades)
+    assert len(set(shades)) == 4
+    alone, first = (palette.box_colour(op, chunk=0, num_chunks=number, batch=0) for number in (1, 4))
+    assert alone == first
+
+
+@pytest.mark.parametrize("op", palette.OP_HUES)
+def test_every_other_batch_is_paler(op):
+    full, odd, again, later = (palette.box_colour(op, chunk=0, num_chunks=1, batch=batch) for batch in (0, 1, 4, 7))
+    assert again == full
+    assert odd == later
+    assert all(pale >= colour for pale, colour in zip(odd, full, strict=True))
+    assert sum(odd) > sum(full) + 0.3
+
+
+# Machado, Oliveira, Fernandes 2009, severity 1: linear RGB as it is seen.
+SIGHT = {
+    "common": np.eye(3),
+    "protan": [(0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)],
+    "deutan": [(0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)],
+    "tritan": [(1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)],
+}
+TO_XYZ = np.array([(0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505)])
+
+
+def linear(colour):
+    return np.array([c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour])
+
+
+def cielab(colour, sight):
+    x, y, z = np.cbrt(TO_XYZ @ np.clip(np.array(SIGHT[sight]) @ linear(colour), 1e-3, 1) / (0.9505, 1, 1.089))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def contrast(*hues):
+    low, high = sorted(float(TO_XYZ[1] @ linear(palette.rgb(hue))) for hue in hues)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+def test_idle_causes_are_told_apart_and_are_no_blue_of_a_forward(sight):
+    causes = [cielab(palette.rgb(hue), sight) for hue in palette.CAUSE_HUES.values()]
+    assert min(np.linalg.norm(a - b) for a, b in combinations(causes, 2)) > 20
+    forwards = [cielab(palette.box_colour(Op.F, chunk=c, num_chunks=2, batch=0), sight) for c in range(2)]
+    held = cielab(palette.rgb(palette.MEMORY_HUES[MemoryPart.ACTIVATIONS]), sight)
+    assert min(np.linalg.norm(a - b) for a in (*causes, held) for b in forwards) > 20
+
+
+@pytest.mark.parametrize("hue", palette.CAUSE_HUES.values())
+def test_idle_causes_show_on_both_grounds(hue):
+    assert contrast(hue, "#FFFFFF") > 1.6
+    assert contrast(hue, "#1C2129") > 2.3
+
+
+def written(timelines, tmp_path):
+    path = tmp_path / "trace.json"
+    write_perfetto(timelines, path)
+    return json.loads(path.read_text())
+
+
+def of_phase(trace, phase):
+    return [event for event in trace["traceEvents"] if event["ph"] == phase]
+
+
+def named(trace, kind):
+    """The text of each name that metadata give: (pid, tid) -> name."""
+    return {(e["pid"], e["tid"]): e["args"]["name"] for e in of_phase(trace, "M") if e["name"] == kind}
+
+
+def example(*, latency=0.0, update=0.0, num_chunks=2):
+    schedule = build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=num_chunks)
+    return simulate(schedule, Costs(forward=0.010, backward=0.020, latency=latency, update=update))
+
+
+def test_lanes_for_compute_and_messages(tmp_path):
+    trace = written(example(latency=0.035), tmp_path)
+    assert named(trace, "process_name") == {(0, 0): "rank 0", (1, 0): "rank 1"}
+    threads = named(trace, "thread_name")
+    assert (threads[0, 0], threads[0, 100], threads[0, 101]) == ("compute", "receive", "receive 2")
+    by_thread = defaultdict(Counter)
+    for event in of_phase(trace, "X"):
+        by_thread[threads[event["pid"], event["tid"]].split()[0]][event["name"].split()[0]] += 1
+    assert by_thread == {"compute": {"F": 16, "B": 16}, "receive": {"act": 12, "grad": 12}}
+    assert len(of_phase(trace, "s")) == len(of_phase(trace, "f")) == 12 + 12
+    order = {
+        (e["pid"], e["tid"]): e["args"]["sort_index"] for e in of_phase(trace, "M") if e["name"] == "thread_sort_index"
+    }
+    assert order[0, 0] < order[0, 100] < order[0, 101]
+
+
+def test_sums_of_gradients_have_a_lane(tmp_path):
+    schedule = replicate(build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2), 2)
+    trace = written(simulate(schedule, Costs(latency=0.1, reduce_grad=5.0, update=0.5)), tmp_path)
+    threads = named(trace, "thread_name")
+    assert (threads[0, 200], threads[0, 201]) == ("together", "together 2")
+    sums = [e for e in of_phase(trace, "X") if e["tid"] >= 200 and e["pid"] == 0]
+    assert [e["args"]["collective"] for e in sums] == ["2REDUCE_GRAD0", "0REDUCE_GRAD0"]
+    last = max(e["ts"] for e in of_phase(trace, "X") if e["pid"] == 0 and e["name"].startswith("B"))
+    assert sums[0]["ts"] < last < sums[0]["ts"] + sums[0]["dur"]
+
+
+def test_slices_say_what_they_are(tmp_path):
+    trace = written(example(latency=0.002, update=0.004), tmp_path)
+    by_action = {e["args"].get("action"): e for e in of_phase(trace, "X")}
+    assert by_action["1F0"]["args"] == {
+        "action": "1F0",
+        "stage": 1,
+        "microbatch": 0,
+        "idle_before_us": 12_000.0,
+        "idle_cause": "warm_up",
+    }
+    assert by_action["0F1"]["args"] == {"action": "0F1", "stage": 0, "microbatch": 1}
+    assert by_action["2U0"]["args"] == {"action": "2U0", "stage": 2, "update_group": 0}
+    grad = next(e for e in of_phase(trace, "X") if e["name"] == "grad 3")
+    assert grad["args"]["from_stage"] == grad["args"]["to_stage"] + 1
+
+
+def test_timelines_side_by_side(tmp_path):
+    simulated, measured = example(), replace(example(latency=0.001).shifted(5.0), measured=True)
+    trace = written([("simulated", simulated), ("measured", measured)], tmp_path)
+    names = {pid: name for (pid, _), name in named(trace, "process_name").items()}
+    assert names == {0: "simulated rank 0", 1: "simulated rank 1", 2: "measured rank 0", 3: "measured rank 1"}
+    sort = {e["pid"]: e["args"]["sort_index"] for e in of_phase(trace, "M") if e["name"] == "process_sort_index"}
+    assert sort == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert min(e["ts"] for e in of_phase(trace, "X") if e["pid"] == 2) == 0.0
+    ids = Counter(e["id"] for e in of_phase(trace, "s"))
+    assert set(ids.values()) == {1}
+    facts = trace["otherData"]
+    assert facts["measured"]["measured"] is True
+    assert facts["simulated"]["makespan_bubble"] == simulated.makespan_bubble
+
+
+def test_bytes_are_the_same_each_time(tmp_path):
+    timeline = example(latency=0.003)
+    for name in ("a", "b"):
+        write_perfetto(timeline, tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_an_arrow_back_in_time_is_left_out(tmp_path):
+    """Clocks of two hosts that disagree: rank 1 seems to use what rank 0 has not begun to make."""
+    schedule = build("1f1b", num_ranks=2, num_microbatches=1)
+    ahead, behind = simulate(schedule, Costs()).ranks
+    early = tuple(Span(what, start - 3.0, end - 3.0) for what, start, end in behind.compute)
+    timeline = Timeline(schedule=schedule, ranks=(ahead, RankTrace(compute=early)), measured=True)
+    trace = written(timeline, tmp_path)
+    assert [e["name"] for e in of_phase(trace, "s")] == ["grad 0"]
+    assert min(e["ts"] for e in of_phase(trace, "X")) == 0.0
+
+
+def test_a_window_of_a_stream_has_the_arrows_it_knows(tmp_path):
+    """The first gradients come from a batch before it: no maker, no arrow."""
+    timeline = simulate(build("2bw", num_ranks=2, num_microbatches=2), Costs(latency=0.25))
+    ranks = tuple(replace(trace, compute=trace.compute[12:24]) for trace in timeline.ranks)
+    trace = written(replace(timeline, ranks=ranks, measured=True), tmp_path)
+    assert 0 < len(of_phase(trace, "s")) == len(of_phase(trace, "f")) < 16
+    assert (
+        trace["otherData"]["timeline"]["batch_seconds"] == replace(timeline, ranks=ranks, measured=True).batch_seconds
+    )
+
+
+def test_an_empty_timeline_names_its_ranks(tmp_path):
+    schedule = build("gpipe", num_ranks=2, num_microbatches=1)
+    trace = written(Timeline(schedule=schedule, ranks=(RankTrace(compute=()),) * 2), tmp_path)
+    assert set(named(trace, "process_name").values()) == {"rank 0", "rank 1"}
+    assert not of_phase(trace, "X")
+
+
+def test_refuses_nothing_and_names_that_stand_twice(tmp_path):
+    with pytest.raises(ValueError, match="at least one"):
+        write_perfetto([], tmp_path / "x.json")
+    with pytest.raises(ValueError, match=r"timelines named \['a', 'a'\]: expected another name for each"):
+        write_perfetto([("a", example()), ("a", example())], tmp_path / "x.json")
+    assert not (tmp_path / "x.json").exists()
+
+
+HOSTILE = "</script><script>document.title = 'broken'</script>\"'&<b>\" onload=\"parent.document.title='broken'"
+
+
+def small() -> Schedule:
+    return build("1f1b", num_ranks=2, num_microbatches=3)
+
+
+def a_plan(num_microbatches: int | None) -> Plan:
+    stages = tuple(PlanStage(nodes=(f"n{rank}",), ranks=(rank,), step_seconds=3.0) for rank in range(2))
+    return Plan(
+        stages=stages,
+        costs=Costs(forward=1.0, backward=2.0),
+        num_devices=2,
+        cost_model="default",
+        bottleneck=3.0,
+        bound=3.0,
+        num_microbatches=num_microbatches,
+    )
+
+
+def framed(browser: Any, shown: Schedule | Timeline | Plan) -> Any:
+    """The frame of a thing in a page as notebooks are."""
+    looked = browser.show_html("<!doctype html><title>notebook</title>" + as_html(shown))
+    looked.page.frame_locator("iframe").locator("#base").wait_for()
+    return looked
+
+
+@pytest.mark.parametrize(
+    ("shown", "caption"),
+    [
+        (small(), "simulated"),
+        (simulate(small(), Costs(forward=0.5)), "simulated"),
+        (replace(simulate(small(), Costs(forward=0.5)), measured=True), "measured, step 0"),
+        (a_plan(4), "simulated"),
+    ],
+    ids=["schedule", "timeline", "measured", "plan"],
+)
+def test_a_cell_holds_the_page(browser: Any, shown: Schedule | Timeline | Plan, caption: str) -> None:
+    looked = framed(browser, shown)
+    frame = looked.page.frames[1]
+    assert frame.evaluate("stagewright.page.panels.map((panel) => panel.caption)") == [caption]
+    assert looked.said == []
+    assert looked.page.title() == "notebook"
+
+
+def test_a_hostile_name_stays_a_name_and_a_frame_reaches_nothing(browser: Any) -> None:
+    looked = framed(browser, replace(small(), name=HOSTILE))
+    frame = looked.page.frames[1]
+    assert HOSTILE in frame.evaluate("document.getElementById('title').textContent")
+    assert len(looked.page.frames) == 2
+    reach = "(() => { try { return parent.document.title } catch (error) { return error.name } })()"
+    assert frame.evaluate(reach) == "SecurityError"
+    assert looked.page.title() == "notebook"
+    assert looked.said == []
+
+
+def test_what_cannot_be_shown_is_a_sentence() -> None:
+    large = build("gpipe", num_ranks=2, num_microbatches=2_501)
+    assert "has 10,004 actions, too many for a notebook" in as_html(large)
+    assert "<iframe" in as_html(build("gpipe", num_ranks=2, num_microbatches=2))
+    assert "leaves the number of microbatches open" in as_html(a_plan(None))
+    backwards = tuple(program[::-1] for program in small().programs)
+    stuck = replace(small(), name=HOSTILE, programs=backwards)
+    assert "deadlocks" in as_html(stuck)
+    assert "<script>" not in as_html(stuck)
+
+
+def test_show_writes_a_page_and_opens_it_only_where_there_is_a_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    show(small())
+    (page,) = tmp_path.glob("stagewright-*.html")
+    assert capsys.readouterr().out == f"{page}: open it in a browser\n"
+    assert "<canvas" in page.read_text(encoding="utf-8")
+    assert opened == []
+    page.unlink()
+    monkeypatch.setenv("DISPLAY", ":0")
+    show(small())
+    (page,) = tmp_path.glob("stagewright-*.html")
+    assert opened == [page.as_uri()]
+    assert capsys.readouterr().out == f"{page}\n"
+
+
+def test_show_displays_below_a_notebooks_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    displayed: list[object] = []
+    shell = types.SimpleNamespace(kernel=object())
+    ipython = types.SimpleNamespace(get_ipython=lambda: shell, display=types.SimpleNamespace(display=displayed.append))
+    monkeypatch.setitem(sys.modules, "IPython", ipython)  # type: ignore[arg-type]
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    schedule = small()
+    show(schedule)
+    assert displayed == [schedule]
+    assert not list(tmp_path.iterdir())

@@ -1,7 +1,5 @@
 """Work of small Python programs for the tests of back ends, without torch unless said so, and what is left of it."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -1,7 +1,5 @@
 """`stagewright profile --links` under torchrun on two hosts, in namespaces with a link of a known shape. Needs root."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

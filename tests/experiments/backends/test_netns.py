@@ -1,7 +1,5 @@
 """Back end of network namespaces: what ranks find there, every ending, and what is refused by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

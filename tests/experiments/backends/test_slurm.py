@@ -1,7 +1,5 @@
 """Jobs of submitit: its local and debug executors here, and at night a real Slurm of one host."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -100,11 +98,7 @@ def test_states_of_a_job_are_asked_for_and_waiting_is_told_with_its_reason(
     ],
 )
 def test_the_end_of_a_job_that_prints_nothing_is_reported(
-    squeue: str,
-    statuses: tuple[int | None, ...],
-    end: tuple[int, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    squeue: str, statuses: tuple[int | None, ...], end: tuple[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command(tmp_path, "squeue", squeue)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")

@@ -94,18 +94,7 @@ def in_rules(table: Schedule) -> Constraints:
     )
 
 
-IN_RULES = (
-    "gpipe",
-    "terapipe",
-    "looped-bfs",
-    "1f1b",
-    "eager-1f1b",
-    "seq1f1b",
-    "chimera",
-    "hanayo",
-    "pipedream",
-    "2bw",
-)
+IN_RULES = ("gpipe", "terapipe", "looped-bfs", "1f1b", "eager-1f1b", "seq1f1b", "chimera", "hanayo", "pipedream", "2bw")
 
 
 P, M = 2, 2

@@ -1,7 +1,5 @@
 """Searches that count their orders end by that count, however busy the machine is."""
 
-from __future__ import annotations
-
 import pytest
 
 from stagewright.schedules import synthesize

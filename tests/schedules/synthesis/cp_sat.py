@@ -1,7 +1,5 @@
 """The exact optimum by ortools' CP-SAT: an oracle that shares nothing with the package's solvers but the problem."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

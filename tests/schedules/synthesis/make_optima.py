@@ -3,8 +3,6 @@
 python -m tests.schedules.synthesis.make_optima
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Lower bounds with memory, and oracles of small problems: never above an optimum."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise, product
 
@@ -9,15 +7,13 @@ import pytest
 from support.inside import SPLIT_OPS, Objective, Problem, fits
 from support.inside import SynthesisEvaluateEvaluator as Evaluator
 from support.inside import bounds_least_seconds as least_seconds
-from support.posed import pose
 
 from stagewright.schedules import Costs, MemoryLimitError, synthesize
 
-from ..test_bounds import orders
+from ..test_costs import orders
 from . import cp_sat
-from .instances import COUNT, random_problem
+from .instances import COUNT, pose, published, random_problem, request
 from .make_optima import read
-from .published import published, request
 
 
 @pytest.mark.thorough

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from support.inside import LinkLevel, Lister, Objective, Problem, advance, chain, first_policies, place
 from support.inside import SynthesisEvaluateEvaluator as Evaluator
-from support.posed import pose
 
 from stagewright.schedules import (
     Action,
@@ -28,6 +27,7 @@ from stagewright.schedules import (
 )
 
 from ..random_schedules import disordered, ordered, steady
+from .instances import pose
 
 seconds = st.floats(0.01, 3.0)
 

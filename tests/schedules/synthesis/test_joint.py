@@ -8,15 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.inside import (
-    Arranged,
-    Budget,
-    ChainSearch,
-    Incumbent,
-    LayerChain,
-    Request,
-    on_ranks,
-)
+from support.inside import Arranged, Budget, ChainSearch, Incumbent, LayerChain, Request, on_ranks
 from support.inside import SynthesisEvaluateEvaluator as OrderEvaluator
 
 from stagewright.schedules import Costs, Layer, Link, Links, MemoryLimitError, Op, build, synthesize, synthesize_jointly

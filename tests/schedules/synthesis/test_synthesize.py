@@ -1,20 +1,16 @@
 """Answers of `synthesize` against named families, published figures, its own bound, and the promises of its budget."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest
 from support.inside import Budget, Lister, Objective, OrderingSearch, SlideSearch, changed, first_policies
 from support.inside import SynthesisEvaluateEvaluator as Evaluator
 from support.inside import bounds_least_seconds as least_seconds
-from support.posed import pose
 
 from stagewright.schedules import FAMILIES, Costs, Link, Links, Op, Schedule, build, check, simulate, synthesize
 
-from .instances import random_problem
+from .instances import pose, published, random_problem, request
 from .make_optima import read
-from .published import published, request
 
 SLOPED = Costs(
     forward=[1.0, 1.5, 1.0, 1.25], input_grad=[1.5, 1.0, 1.0, 1.0], weight_grad=[0.75, 0.5, 1.0, 0.5], latency=0.25
