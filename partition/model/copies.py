@@ -78,7 +78,8 @@ class Copies:
                 return f"module {name!r}"
             code = {"forward": type(module).forward} if is_users_module(type(module).__module__) else {}
             for key, value in (code | vars(module)).items():
-                if key != "_modules" and _leads_to(theirs, value, others):
+                is_empty = type(value) is dict and not value  # most of them: tables of hooks
+                if key != "_modules" and not is_empty and _leads_to(theirs, value, others):
                     return f"{key!r} of module {name!r}"
         return "loss_fn" if _leads_to(theirs, loss_fn, others) else None
 
