@@ -96,11 +96,11 @@ class StateSnapshot:
     def _held(self, value: Any) -> Collection[Any]:
         """The parts of a value, to be visited next; its present state is noted first."""
         if isinstance(value, dict):  # most of what modules hold: tables of hooks
-            held = list(value.values())
-            self._tables.append((value, [*value, *held]))
-            self._tables += [(x, []) for x in held if isinstance(x, dict) and not x]
-            held = [x for x in held if not isinstance(x, dict) or x]
-            return () if len(held) > MOST else held
+            values = list(value.values())
+            self._tables.append((value, [*value, *values]))
+            self._tables += [(x, []) for x in values if isinstance(x, dict) and not x]
+            values = [x for x in values if not isinstance(x, dict) or x]
+            return () if len(values) > MOST else values
         if isinstance(value, _TABLES):
             self._tables.append((value, _entries(value)))
         elif undo := _undo_of(value):

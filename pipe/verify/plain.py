@@ -28,7 +28,7 @@ from ..stage.loss import with_loss
 from ..stage.own_state import tensors_of
 from ..telling import tell
 from ..update.gradients import added
-from .compare import Outcome, graph_of, rounded, rounding_of, tolerance_of
+from .compare import Outcome, graph_of, precision_of, rounded
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _TOO_LARGE = (
@@ -255,8 +255,8 @@ class Watch:
             value = loss_of(output, target)
             self._look_for_draws()
             nodes = graph_of([value[0]])
-            self.tolerance = max(self.tolerance, tolerance_of(nodes))
-            self.rounding = max(self.rounding, rounding_of(nodes))
+            tolerance, rounding = precision_of(nodes)
+            self.tolerance, self.rounding = max(self.tolerance, tolerance), max(self.rounding, rounding)
             custom = (type(node) for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction))
             self._functions.update(kind.__name__.removesuffix("Backward") for kind in custom)
             return value
