@@ -10,7 +10,7 @@ from types import CellType, CodeType, MethodType, ModuleType
 from typing import Any
 
 MOST = 10_000  # entries of a container that are looked into
-_USUAL = {bool, int, float, type(None), str, type}  # most of what is met, known without looking at base classes
+USUAL = {bool, int, float, type(None), str, type}  # most of what is met, known without looking at base classes
 _FIXED: tuple[Any, ...] = (bool, int, float, type(None), str, bytes, type, ModuleType, *weakref.ProxyTypes)
 
 
@@ -22,7 +22,7 @@ def walk(
     pending = list(roots)
     while pending:
         value = pending.pop()
-        if type(value) in _USUAL:
+        if type(value) in USUAL:
             continue
         key = id(value)
         if key not in seen and key not in known and not isinstance(value, _FIXED):

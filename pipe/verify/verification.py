@@ -73,6 +73,7 @@ class Verifier:
         self._parts = state.ownership.model
         self._collectives = run.collectives
         self._options = run.options
+        self._is_new = False  # whether the copy was made in this call, as all of the model is now
         self._tolerance = 0.0
         self.owes_evaluation = False  # whether a batch is still to be compared in evaluation mode
 
@@ -90,6 +91,7 @@ class Verifier:
     def _verified(self, given: Given, *, evaluates: bool) -> Verification:
         self._options.require_loss()
         if not self._run.layout.place.world.distributed:
+            self._is_new = self._fresh is None
             self._plain, self._fresh = self._fresh or self._copy(), None
         elif not self._run.verifies:
             raise NotVerifiableError(
@@ -168,7 +170,7 @@ class Verifier:
     def verify_evaluation(self, given: Given) -> None:
         """Verifies the first evaluation, if no verified batch had one. In one process."""
         self._training.drain()
-        plain, weights = self._copy(), self._ownership.full_state_dict(self._collectives)
+        plain, weights, self._is_new = self._copy(), self._ownership.full_state_dict(self._collectives), True
         parts = given.copied().on(self._options.device).cut(self._evaluation.num_microbatches(given))
         with untouched(self._parts.root, device=self._options.device):
             outputs = self._evaluation.columns(given.copied())
@@ -200,7 +202,8 @@ class Verifier:
         """Context with weights and buffers in the plain module; gives a Watch and copies of the buffers."""
         plain.load(weights, self._options.device)
         buffers = plain.set_buffers({name: before for name, (before, _) in moved.items()})
-        plain.follow(is_divided=self._regions is not None or self._run.layout.place.expert[1] > 1)
+        if not self._is_new:
+            plain.follow(is_divided=self._regions is not None or self._run.layout.place.expert[1] > 1)
         with untouched(plain.root, plain.loss_fn, device=self._options.device) as kept:  # hooks are the user's modules'
             yield Watch(plain.root, kept), buffers
         plain.unload()
