@@ -5,7 +5,8 @@ passed from unit to unit: over processes, each makes its own.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -27,8 +28,7 @@ class Caches:
 
     def note(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> None:
         """An operation within a unit is through."""
-        is_random = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
-        if is_random or is_made_up() or not all(map(self._is_fixed, flat((args, kwargs)))):
+        if draws(function) or is_made_up() or not all(map(self._is_fixed, flat((args, kwargs)))):
             for x in written(function, args, kwargs):
                 self._maker.pop(memory_of(x), None)
             return
@@ -52,13 +52,26 @@ class Caches:
         return is_made or (not x._version and original_of(x) is not None)  # a buffer
 
 
-def flat(value: Any) -> Iterator[Any]:
-    """The parts of an operation's arguments or results, at a tenth of the cost of a pytree."""
-    if isinstance(value, tuple | list | dict):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from flat(part)
-    else:
-        yield value
+@cache
+def draws(function: Any) -> bool:
+    """Whether an operation draws from torch's generators."""
+    return torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
+
+
+def flat(value: Any) -> list[Any]:
+    """The parts of an operation's arguments or results, at a twentieth of the cost of a pytree."""
+    if not isinstance(value, _CONTAINERS):
+        return [value]
+    found: list[Any] = []
+    for part in value.values() if isinstance(value, dict) else value:
+        if isinstance(part, _CONTAINERS):
+            found += flat(part)
+        else:
+            found.append(part)
+    return found
+
+
+_CONTAINERS = (tuple, list, dict)
 
 
 def _running_module() -> nn.Module | None:

@@ -11,6 +11,7 @@ import copy
 import sys
 import weakref
 from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from functools import partial, update_wrapper
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, SimpleNamespace
@@ -19,10 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .reach import closed_over, codes, content, parts, walk
+from .reach import USUAL, closed_over, codes, content, parts, walk
 from .source_line import is_users_module
 
 _NO_STATE = ("torch", __name__.partition(".")[0], *sys.stdlib_module_names)  # objects of these are not looked into
+_TABLES = (dict, OrderedDict, set)
 
 
 class Copies:
@@ -30,7 +32,8 @@ class Copies:
 
     def __init__(self, *roots: object, memo: dict[int, Any] | None = None) -> None:
         self.memo: dict[int, Any] = {} if memo is None else memo
-        found = walk(roots, _held)
+        found = [*walk(roots, _held)]
+        self._whole = (roots[0], found) if len(roots) == 1 and not self.memo else None  # one root, and all it holds
         self._own = {id(x): x for x in found if not isinstance(x, FunctionType | MethodType | partial | tuple)}
         self._others: dict[int, object] = {}  # that reach none of these
         self._cells: dict[int, CellType] = {}
@@ -49,7 +52,12 @@ class Copies:
         return self._copied(value, self._again)
 
     def _copied(self, value: Any, copied: Callable[[Any], Any]) -> Any:
-        found = [*walk([value], self._held, self.memo)]
+        found = self._whole[1] if self._whole and self._whole[0] is value else []
+        if not found or any(isinstance(x, FunctionType) and self.reaches(x) for x in found):  # which lead further
+            found = [*walk([value], self._held, self.memo)]
+        for module in (x for x in found if isinstance(x, nn.Module)):  # slow in deepcopy, and most are empty
+            empty = (x for x in vars(module).values() if type(x) is OrderedDict and not x and not vars(x))
+            self.memo |= {id(x): OrderedDict() for x in empty if id(x) not in self.memo}
         made = [(x, self._blank(x)) for x in found if isinstance(x, FunctionType) and self.reaches(x)]
         self.memo |= {id(function): own for function, own in made}
         try:
@@ -78,7 +86,8 @@ class Copies:
                 return f"module {name!r}"
             code = {"forward": type(module).forward} if is_users_module(type(module).__module__) else {}
             for key, value in (code | vars(module)).items():
-                if key != "_modules" and _leads_to(theirs, value, others):
+                is_fixed = type(value) in USUAL or (type(value) in _TABLES and not value)  # most of them: no hooks
+                if key != "_modules" and not is_fixed and _leads_to(theirs, value, others):
                     return f"{key!r} of module {name!r}"
         return "loss_fn" if _leads_to(theirs, loss_fn, others) else None
 

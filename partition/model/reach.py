@@ -9,7 +9,8 @@ from functools import partial
 from types import CellType, CodeType, MethodType, ModuleType
 from typing import Any
 
-_MOST = 10_000  # entries of a container that are looked into
+MOST = 10_000  # entries of a container that are looked into
+USUAL = {bool, int, float, type(None), str, type}  # most of what is met, known without looking at base classes
 _FIXED: tuple[Any, ...] = (bool, int, float, type(None), str, bytes, type, ModuleType, *weakref.ProxyTypes)
 
 
@@ -21,8 +22,11 @@ def walk(
     pending = list(roots)
     while pending:
         value = pending.pop()
-        if id(value) not in seen and id(value) not in known and not isinstance(value, _FIXED):
-            seen[id(value)] = value
+        if type(value) in USUAL:
+            continue
+        key = id(value)
+        if key not in seen and key not in known and not isinstance(value, _FIXED):
+            seen[key] = value
             yield value
             pending += held(value)
 
@@ -30,7 +34,7 @@ def walk(
 def parts(value: Any) -> Collection[Any] | None:
     """Parts of a container, a partial or a bound method; None: it is another object."""
     if isinstance(value, dict | list | tuple | set | frozenset | deque):
-        return () if len(value) > _MOST else value.values() if isinstance(value, dict) else value
+        return () if len(value) > MOST else value.values() if isinstance(value, dict) else value
     if isinstance(value, partial):
         return value.func, *value.args, *value.keywords.values(), *vars(value).values()
     return (value.__self__, value.__func__) if isinstance(value, MethodType) else None

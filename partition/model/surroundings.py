@@ -119,6 +119,7 @@ class Surroundings:
         self._tables = sorted(found, key=lambda table: not table.is_watched)
         self._watched = self._tables[: sum(table.is_watched for table in found)]
         self._first = [table.read() for table in self._tables]
+        self._begun: list[dict[Any, Any]] = []
         self._base: list[dict[Any, Any]] = []
 
     @contextmanager
@@ -128,13 +129,21 @@ class Surroundings:
             for key, value in entries.items():
                 if isinstance(value, _Wrapper):
                     table.set(key, functools.lru_cache(maxsize=0)(value.__wrapped__))
-        self._base = [dict(table.read()) for table in self._watched]
+        self._begun = [dict(table.read()) for table in self._tables]
+        self._base = [dict(entries) for entries in self._begun[: len(self._watched)]]
         try:
             yield
         finally:
-            for table, before in zip(self._tables, self._first, strict=True):
-                for key in _differing(before, table.read()):
-                    table.set(key, before.get(key, MISSING))
+            self._put_back(self._first)
+
+    def again(self) -> None:
+        """Within `kept`, put back what was there at its start."""
+        self._put_back(self._begun)
+
+    def _put_back(self, entries: Sequence[Mapping[Any, Any]]) -> None:
+        for table, before in zip(self._tables, entries, strict=True):
+            for key in _differing(before, table.read()):
+                table.set(key, before.get(key, MISSING))
 
     def changes(self, number: int | None = None) -> list[Changed]:
         """Entries of the user's and torch's that differ from the start, without those that `apart` has left out.

@@ -24,7 +24,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
-from .reach import content, parts, walk
+from .reach import MOST, content, parts, walk
 from .source_line import is_users_module
 from .surroundings import Surroundings
 
@@ -76,6 +76,11 @@ class StateSnapshot:
                 found += [(held, None)] * any(_has_tensor(new) for new in held[len(before) :])
         return found
 
+    def begin_again(self) -> None:
+        """Within `untouched`, make all as it was at its start, for one more run."""
+        self.surroundings.again()
+        self.restore()
+
     def restore(self) -> None:
         for undo in self._undo:
             undo()
@@ -90,13 +95,16 @@ class StateSnapshot:
 
     def _held(self, value: Any) -> Collection[Any]:
         """The parts of a value, to be visited next; its present state is noted first."""
+        if isinstance(value, dict):  # most of what modules hold: tables of hooks
+            values = list(value.values())
+            self._tables.append((value, [*value, *values]))
+            self._tables += [(x, []) for x in values if isinstance(x, dict) and not x]
+            values = [x for x in values if not isinstance(x, dict) or x]
+            return () if len(values) > MOST else values
         if isinstance(value, _TABLES):
             self._tables.append((value, _entries(value)))
-        else:
-            self._undo += _undo_of(value)
-        if isinstance(value, dict):  # most of what modules hold: tables of hooks
-            self._tables += [(x, []) for x in value.values() if isinstance(x, dict) and not x]
-            value = [x for x in value.values() if not isinstance(x, dict) or x]
+        elif undo := _undo_of(value):
+            self._undo += undo
         if (held := parts(value)) is not None:
             return held
         if isinstance(value, FunctionType):

@@ -223,11 +223,12 @@ def types_of(nodes: Iterable[Node]) -> set[torch.dtype]:
     return {dtype for dtype in types if dtype.is_floating_point}
 
 
-def rounding_of(nodes: Iterable[Node]) -> float:
-    """Distance of two numbers of the shortest type of the computation, as a share of them."""
-    return max((torch.finfo(dtype).eps for dtype in types_of(nodes)), default=0.0)
+def precision_of(nodes: Iterable[Node]) -> tuple[float, float]:
+    """(tolerance, rounding) of the shortest type of the computation: rounding to it may go either way. Rounding is the
+    distance of two numbers of it, as a share of them."""
+    types = types_of(nodes)
+    return max(map(_tolerance, types), default=0.0), max((torch.finfo(each).eps for each in types), default=0.0)
 
 
 def tolerance_of(nodes: Iterable[Node]) -> float:
-    """Tolerance of the shortest type of the computation, since rounding to it may go either way."""
-    return max(map(_tolerance, types_of(nodes)), default=0.0)
+    return precision_of(nodes)[0]

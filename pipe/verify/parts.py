@@ -52,7 +52,7 @@ from ..stage.nested import mapped
 from ..stage.own_state import tensors_of
 from ..stage.reruns import KeptInputs
 from ..stage.stage import Stage
-from .compare import Noise, changed_by_rounding, differs, graph_of, rounded, rounding_of, size, tolerance_of
+from .compare import Noise, changed_by_rounding, differs, graph_of, precision_of, rounded, size
 from .plain import PlainModule
 
 _T = TypeVar("_T")
@@ -244,7 +244,7 @@ def ran(modules: Mapping[str, nn.Module], given: tuple[Any, Any], *, trains: boo
             outs = tensors_within(value)
             graded = [x for x in outs if x.requires_grad]
             nodes = graph_of(graded)
-            types = tolerance_of(nodes), rounding_of(nodes)
+            types = precision_of(nodes)
             with Autocast.now(outs[0].device.type).off() if outs else nullcontext():
                 torch.autograd.backward(graded, [cotangent(x) for x in graded])
             weights = {f"{name}.{key}": p.grad for name, each in modules.items() for key, p in each.named_parameters()}

@@ -14,9 +14,9 @@ from ...partition.deferred.filling import put, rnns_of
 from ...partition.deferred.recipes import filled
 from ...partition.model.copies import Copies
 from ...partition.model.forms import Arguments, Form, Tensors
-from ...partition.model.surroundings import Surroundings
+from ...partition.model.modes import no_collection
 from ...partition.model.units import Entering
-from ...partition.model.untouched import untouched
+from ...partition.model.untouched import StateSnapshot
 from ...partition.profiler.memory import device_memory
 from ..context import Run
 from ..guards.randomness import MERSENNE_WORDS, Seeder
@@ -28,7 +28,7 @@ from ..stage.loss import with_loss
 from ..stage.own_state import tensors_of
 from ..telling import tell
 from ..update.gradients import added
-from .compare import Outcome, graph_of, rounded, rounding_of, tolerance_of
+from .compare import Outcome, graph_of, precision_of, rounded
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _TOO_LARGE = (
@@ -49,7 +49,14 @@ class PlainModule:
 
     def __init__(self, model: nn.Module, loss_fn: object, *, given: bool, others: Iterable[torch.Tensor] = ()) -> None:
         self._original = with_loss(model, loss_fn)
-        copies = Copies(model, *([loss_fn] if isinstance(loss_fn, nn.Module) else []), memo={id(x): x for x in others})
+        roots = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+        with no_collection():  # nearly all objects that it makes are kept
+            self._make(Copies(*roots, memo={id(x): x for x in others}), model, loss_fn)
+        self._given, self._loss_fn = given, loss_fn
+        self._give_memory()
+        self.unload()
+
+    def _make(self, copies: Copies, model: nn.Module, loss_fn: object) -> None:
         try:
             self._model = copies.of(model)
             self.loss_fn = copies.of(loss_fn) if isinstance(loss_fn, nn.Module) else copies.instead(loss_fn)
@@ -69,9 +76,6 @@ class PlainModule:
             own.grad = None
             for hook in (parameter._backward_hooks or {}).values():  # deepcopy leaves them behind
                 own.register_hook(copies.instead(hook))  # type: ignore[no-untyped-call]
-        self._given, self._loss_fn = given, loss_fn
-        self._give_memory()
-        self.unload()
 
     def load(
         self, weights: Mapping[str, torch.Tensor], device: torch.device, *, rounding: float = 0.0, number: int = 0
@@ -193,8 +197,10 @@ class PlainModule:
     def evaluate(
         self, microbatches: Sequence[tuple[int, Given]], seeder: Seeder, *, entering: Entering, step: int
     ) -> list[tuple[torch.Tensor, ...]]:
+        """Outputs in evaluation mode, by flat output and microbatch. Modules are left in that mode, and as runs leave
+        them."""
         columns: list[Tensors] = []
-        with untouched(self.root, device=seeder.device), torch.no_grad():
+        with torch.no_grad():
             self.root.eval()
             for k, microbatch in microbatches:
                 seeder.begin(step=step, microbatch=k)
@@ -216,10 +222,11 @@ def _add_up(gradients: dict[str, torch.Tensor | None], root: nn.Module, divisor:
 
 
 class Watch:
-    """Notes effects of a module, while it runs plainly, that are not in the tensors that flow through it."""
+    """Notes effects of a module, while it runs plainly, that are not in the tensors that flow through it. `kept`: what
+    it reaches, as it is now."""
 
-    def __init__(self, model: nn.Module, surroundings: Surroundings) -> None:
-        self._model, self._surroundings = model, surroundings
+    def __init__(self, model: nn.Module, kept: StateSnapshot) -> None:
+        self._model, self.kept = model, kept
         self._buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
         self._state = dict(_python_state(model))
         self._functions: set[str] = set()
@@ -248,8 +255,8 @@ class Watch:
             value = loss_of(output, target)
             self._look_for_draws()
             nodes = graph_of([value[0]])
-            self.tolerance = max(self.tolerance, tolerance_of(nodes))
-            self.rounding = max(self.rounding, rounding_of(nodes))
+            tolerance, rounding = precision_of(nodes)
+            self.tolerance, self.rounding = max(self.tolerance, tolerance), max(self.rounding, rounding)
             custom = (type(node) for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction))
             self._functions.update(kind.__name__.removesuffix("Backward") for kind in custom)
             return value
@@ -278,7 +285,8 @@ class Watch:
             everywhere.append(f"uses the autograd.Function {', '.join(sorted(self._functions))}")
         if self._draws:
             everywhere.append("draws from Python's random module")
-        changes = [c for c in self._surroundings.changes() if not any(isinstance(x, torch.Tensor) for x in c.leaves)]
+        changes = self.kept.surroundings.changes()
+        changes = [c for c in changes if not any(isinstance(x, torch.Tensor) for x in c.leaves)]
         everywhere += [f"changes {change.name}" for change in changes[:2]]
         if everywhere:
             found[""] = " and ".join(everywhere)

@@ -19,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from ...partition.model.forms import Tensors
-from ...partition.model.untouched import untouched
+from ...partition.model.untouched import StateSnapshot, untouched
 from ...partition.profiler.memory import give_back
 from ..batch.agreement import is_shape_alone
 from ..batch.batches import read_loss, share_of_sum
@@ -73,6 +73,7 @@ class Verifier:
         self._parts = state.ownership.model
         self._collectives = run.collectives
         self._options = run.options
+        self._is_new = False  # whether the copy was made in this call, as all of the model is now
         self._tolerance = 0.0
         self.owes_evaluation = False  # whether a batch is still to be compared in evaluation mode
 
@@ -90,6 +91,7 @@ class Verifier:
     def _verified(self, given: Given, *, evaluates: bool) -> Verification:
         self._options.require_loss()
         if not self._run.layout.place.world.distributed:
+            self._is_new = self._fresh is None
             self._plain, self._fresh = self._fresh or self._copy(), None
         elif not self._run.verifies:
             raise NotVerifiableError(
@@ -111,9 +113,11 @@ class Verifier:
             weights = self._ownership.full_state_dict(self._collectives)
         step = self._training.num_steps
         before = self._own_buffers()
-        with self._left_as_it_was():
+        with self._left_as_it_was() as kept:
             has_parts = self._run.layout.place.context[1] > 1  # of outputs, which are compared in training alone
-            outputs = self._evaluated(given) if evaluates and not has_parts else None
+            outputs = self._evaluation.columns(given.copied()) if evaluates and not has_parts else None
+            if outputs is not None:
+                kept.begin_again()
             with self._seen(), self._run.seeder.drawing_apart() as apart:
                 loss, own = self._train(given.copied(), step)
                 drew_apart = apart()
@@ -166,13 +170,16 @@ class Verifier:
     def verify_evaluation(self, given: Given) -> None:
         """Verifies the first evaluation, if no verified batch had one. In one process."""
         self._training.drain()
-        plain, weights = self._copy(), self._ownership.full_state_dict(self._collectives)
+        plain, weights, self._is_new = self._copy(), self._ownership.full_state_dict(self._collectives), True
         parts = given.copied().on(self._options.device).cut(self._evaluation.num_microbatches(given))
-        piped = Outcome(loss=0.0, gradients={}, buffers={}, outputs=self._evaluated(given))
+        with untouched(self._parts.root, device=self._options.device):
+            outputs = self._evaluation.columns(given.copied())
+        piped = Outcome(loss=0.0, gradients={}, buffers={}, outputs=outputs)
         with self._loaded(plain, weights, {}) as (watch, _):
             watch.tolerance = self._tolerance
             entering, step = watch.entering(self._parts.entering), self._training.num_steps
             outputs = plain.evaluate(list(enumerate(parts)), self._run.seeder, entering=entering, step=step)
+            watch.kept.begin_again()
             verdict = self._difference(replace(piped, outputs=outputs), piped, watch)
         if verdict is not None:
             raise VerificationError(verdict)
@@ -188,10 +195,6 @@ class Verifier:
     def _copy(self) -> PlainModule:
         return PlainModule(self._run.root, self._options.loss_fn, given=self._options.model is None)
 
-    def _evaluated(self, given: Given) -> list[Tensors]:
-        with untouched(self._parts.root, device=self._options.device):
-            return self._evaluation.columns(given.copied())
-
     @contextmanager
     def _loaded(
         self, plain: PlainModule, weights: Mapping[str, torch.Tensor], moved: Mapping[str, _Moved]
@@ -199,9 +202,10 @@ class Verifier:
         """Context with weights and buffers in the plain module; gives a Watch and copies of the buffers."""
         plain.load(weights, self._options.device)
         buffers = plain.set_buffers({name: before for name, (before, _) in moved.items()})
-        plain.follow(is_divided=self._regions is not None or self._run.layout.place.expert[1] > 1)
+        if not self._is_new:
+            plain.follow(is_divided=self._regions is not None or self._run.layout.place.expert[1] > 1)
         with untouched(plain.root, plain.loss_fn, device=self._options.device) as kept:  # hooks are the user's modules'
-            yield Watch(plain.root, kept.surroundings), buffers
+            yield Watch(plain.root, kept), buffers
         plain.unload()
 
     def _difference(
@@ -264,6 +268,7 @@ class Verifier:
             if piped.outputs is not None:
                 evaluated = [(k, one) for k, one in microbatches if last[k % len(last)] in mine]  # its own
                 outputs = plain.evaluate(evaluated, self._run.seeder, entering=entering, step=step)
+                watch.kept.begin_again()
             run = partial(
                 plain.run,
                 microbatches,
@@ -403,7 +408,7 @@ class Verifier:
         return [by_replica[replica] for replica in range(count)]
 
     @contextmanager
-    def _left_as_it_was(self) -> Iterator[None]:
+    def _left_as_it_was(self) -> Iterator[StateSnapshot]:
         training, update = self._training, self._update
         gradients = [(parameter, parameter.grad) for _, parameter in self._ownership.named_parameters()]
         versions = [
@@ -419,10 +424,10 @@ class Verifier:
             weights.restore(newest, {})
         try:
             roots = self._parts.root, *self._options.user_code
-            with untouched(*roots, device=self._options.device), ExitStack() as exact:
+            with untouched(*roots, device=self._options.device) as kept, ExitStack() as exact:
                 for each in self._run.added:
                     exact.enter_context(each.exact())
-                yield
+                yield kept
         finally:
             training.restart(step)
             for parameter, gradient in gradients:

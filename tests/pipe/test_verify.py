@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -272,6 +272,40 @@ def test_a_loss_over_the_users_own_parameters_agrees_and_leaves_no_gradient(scal
         pipe.train_step(x, y)
         states.append(pipe.full_state_dict())
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+class Counting(nn.Module):
+    """Counts its calls, in evaluation as well, in an attribute, a table of all such modules, and a buffer."""
+
+    calls: ClassVar[dict[str, int]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.calls["all"] = self.calls.get("all", 0) + 1
+        self.seen += 1
+        return x * (1 + 0.1 * self.count + 0.01 * self.calls["all"] + 0.001 * self.seen)
+
+
+def test_what_an_evaluation_changes_is_in_no_comparison_and_in_no_step() -> None:
+    """Both sides are evaluated before they train, each from the same state."""
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    seen = []
+    for verify in (True, False):
+        torch.manual_seed(0)
+        Counting.calls.clear()
+        net = chain(Counting())
+        settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": F.mse_loss}
+        pipe = PipelineModule(net, **settings, optimizer=sgd, verify=verify)
+        pipe.build(x, y)
+        losses = [pipe.train_step(x, y).loss for _ in range(2)]
+        (counting,) = (module for module in net.modules() if isinstance(module, Counting))
+        seen.append((losses, counting.count, Counting.calls["all"], float(counting.seen)))
+    assert seen[0] == seen[1]
 
 
 class Normalised:

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from ..caches import Caches, flat
+from ..caches import Caches, draws, flat
 from ..memory import Operations, memory_of
 from ..untouched import python_and_numpy
 from .calls import DRAWS
@@ -195,7 +195,7 @@ class Owners:
         return RefusedError(f"a tensor of shape {tuple(tensor.shape)} that {maker} {what}", unit=unit)
 
     def _operation(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
+        if draws(function):
             self._on_draw()
         unit = self._unit
         if unit is not None:
