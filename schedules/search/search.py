@@ -305,14 +305,16 @@ def split(evaluator: OrderEvaluator, orders: Orders) -> Orders:
     ]
 
 
-def fuse(evaluator: OrderEvaluator, orders: Orders) -> Orders:
-    """The same order with a B instead of each I directly followed by its W."""
-    size = evaluator.num_stages * evaluator.num_microbatches
+def fuse(evaluator: OrderEvaluator, orders: Orders, *, only_local: bool = False) -> Orders:
+    """The same order with a B instead of each I directly followed by its W; `only_local`: where no other rank waits for
+    the gradient, as it is run in any case."""
+    S, M, rank_of = evaluator.num_stages, evaluator.num_microbatches, evaluator.problem.rank_of
+    size, local = S * M, [not only_local or s == 0 or rank_of[s - 1] == rank_of[s] for s in range(S)]
     fused = []
     for order in orders:
         new: list[int] = []
         for code in order:
-            if new and size <= new[-1] < 2 * size and code == new[-1] + size:
+            if new and size <= new[-1] < 2 * size and code == new[-1] + size and local[code // M % S]:
                 new[-1] += 2 * size
             else:
                 new.append(code)

@@ -1,0 +1,154 @@
+"""The best candidates with their cuts moved for as long as that helps, and in orders made for the costs of these cuts.
+
+    best of each configuration -> ordered for its costs -> the best few, one cut moved at a time
+                                                           if memory was in the way: again as if there was no limit;
+                                                           the best on that way that fits is moved in turn
+
+A schedule by name knows neither that chunks are unequal nor what their cuts leave to it: where it splits the backward,
+the same F and I with W and idle time used anew take some percent less (`PlanEvaluator.ordered`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from ..solve.chunks import level_ranks, neighbours
+from .cuts import candidate_ends
+from .evaluate import Candidate, DoesNotFitError, Ends, PlanEvaluator
+from .simulated import SizesError, num_actions
+from .space import Configuration
+
+TIE = 1e-9  # relative: nearer than this, the simpler one wins
+_REFINED_ACTIONS = 300_000  # of all simulations that move cuts
+_RUNNER_UP_ACTIONS = 30_000  # of those, for cuts that cannot become the best
+_STREAM_BATCHES = 8  # about as many as the program of a stream spans
+_CHOSEN_ACTIONS = 6_000  # of all simulations of one way to cut, with other treatments of its ranks
+_NEAR = 1.05  # of the best, beyond which nothing is tried past the limit
+
+Better = Callable[[Candidate], Iterable[Candidate]]  # those of its neighbours that take less
+
+
+class CutClimb:
+    """Moves of cuts, within a number of simulated actions. `best_seconds`: of any candidate so far [s]."""
+
+    def __init__(self, evaluator: PlanEvaluator, best_seconds: float, is_late: Callable[[], bool]) -> None:
+        self.evaluator, self.best_seconds, self.is_late = evaluator, best_seconds, is_late
+        self._actions_left, self._is_blocked, self._at = _REFINED_ACTIONS, False, -1
+
+    def ordered(self, e: Candidate) -> Candidate:
+        """The same in an order made for its costs, if that is faster and may be the best."""
+        if e.bound >= self.best_seconds or self.is_late() or not self.evaluator.may_order(e.configuration):
+            return e
+        return min([e, *self._ordered(e, e.simulated_seconds, is_free=False)], key=_seconds)
+
+    def climb(self, start: Candidate) -> Candidate:
+        """The best that comes of moving its cuts: no one moved to a place nearby makes it faster, unless the actions
+        or the time are over before."""
+        self._is_blocked = False
+        best = hill_climb(start, self._better)
+        is_near = best.simulated_seconds < _NEAR * self.best_seconds
+        if self._is_blocked and is_near and "none" in best.model.rules.recompute:
+            over = self._past_the_limit(best)
+            best = best if over is best else hill_climb(over, self._better)
+        return best
+
+    def _better(self, start: Candidate) -> Iterator[Candidate]:
+        best = start
+        for each in self._near(start, is_free=False):
+            if each.simulated_seconds < best.simulated_seconds * (1 - TIE):
+                best = each
+                self.best_seconds = min(self.best_seconds, each.simulated_seconds)
+                yield best
+
+    def _past_the_limit(self, best: Candidate) -> Candidate:
+        """The best that fits of what is met as the cuts are moved as if memory had no limit."""
+        c, least = replace(best.configuration, own=None), best
+        cuts = [best.ends, *with_level_ranks(self.evaluator, c, candidate_ends(self.evaluator, c, has_limit=False))]
+        starts = [each for ends in dict.fromkeys(cuts) for each in self._tried(c, ends, math.inf, is_free=True)]
+
+        def better(start: Candidate) -> Iterator[Candidate]:
+            nonlocal least
+            for each in self._near(start, is_free=True):
+                if _fits(each) and each.simulated_seconds < least.simulated_seconds * (1 - TIE):
+                    least = each
+                if each.simulated_seconds < start.simulated_seconds * (1 - TIE):
+                    yield each
+
+        if starts:
+            least = min([least, *filter(_fits, starts)], key=_seconds)
+            hill_climb(min(starts, key=_seconds), better)
+        return least
+
+    def _near(self, start: Candidate, *, is_free: bool) -> Iterator[Candidate]:
+        """Candidates that may be faster than one, with one of its cuts moved; from the cut on that was moved last."""
+        c, limit = start.configuration, start.simulated_seconds * (1 - TIE)
+        every = [*neighbours(self.evaluator.model(c).cuts, start.ends)]
+        for _ in every:
+            if self.is_late():
+                return
+            self._at = (self._at + 1) % len(every)
+            yield from self._tried(c, every[self._at], limit, is_free=is_free)
+
+    def _tried(self, c: Configuration, ends: Ends, limit: float, *, is_free: bool) -> Iterator[Candidate]:
+        """These cuts simulated, where they may take less than the limit [s], in an order for their costs if that is to
+        be had."""
+        cost = num_actions(c) * (_STREAM_BATCHES if c.family.rule.is_asynchronous else 1)
+        for evaluated in self._choices(c, ends, is_free=is_free):
+            can_win, left = evaluated.bound < self.best_seconds, self._actions_left - cost
+            if evaluated.bound >= limit or left < (0 if can_win else _REFINED_ACTIONS - _RUNNER_UP_ACTIONS):
+                continue
+            self._actions_left -= cost
+            if self.evaluator.may_order(c):
+                yield from self._ordered(evaluated, limit, is_free=is_free)
+            elif is_free or _fits(evaluated):
+                with suppress(SizesError, DoesNotFitError):  # too long, as no short batch replaces these cuts
+                    yield self.evaluator.simulate(evaluated)
+
+    def _choices(self, c: Configuration, ends: Ends, *, is_free: bool) -> Sequence[Candidate]:
+        """Ways to treat its ranks; all kept, if nothing fits, or if `is_free`."""
+        with suppress(DoesNotFitError):
+            if not is_free:
+                found = self.evaluator.choices(c, ends, exact=True)[: num_choices(c)]
+                self._is_blocked |= any(name != "none" for each in found[0].memories for name in each.recompute)
+                return found
+        self._is_blocked |= not is_free
+        every = ["none"] * c.num_stages, [1] * c.num_stages
+        is_known = "none" in self.evaluator.model(c).rules.recompute
+        return [self.evaluator.given(c, ends, recompute=every[0], shards=every[1])] if is_known else []
+
+    def _ordered(self, e: Candidate, limit: float, *, is_free: bool) -> Iterator[Candidate]:
+        too_many = [0.0 if is_free else memory.too_many for memory in e.memories]
+        if (own := self.evaluator.ordered(e, limit, too_many)) is not None:
+            found = self._choices(own, e.ends, is_free=is_free)[:1]
+            yield from (self.evaluator.simulate(each) for each in found if is_free or _fits(each))
+
+
+def hill_climb(best: Candidate, better: Better) -> Candidate:
+    """The best that comes of one: the first that is better is taken, for as long as there is one."""
+    while (found := next(iter(better(best)), None)) is not None:
+        best = found
+    return best
+
+
+def with_level_ranks(evaluator: PlanEvaluator, c: Configuration, every: Sequence[Ends]) -> dict[Ends, float]:
+    """Cuts, each with its least seconds [s], and the two best of them with the work of ranks levelled."""
+    least = {ends: evaluator.least_seconds(c, ends) for ends in every}
+    for ends in sorted(every, key=lambda ends: (least[ends], ends))[: 2 * (c.num_chunks > 1)]:
+        level = level_ranks(evaluator.model(c).cuts, ends, c.positions)
+        least.setdefault(level, evaluator.least_seconds(c, level))
+    return least
+
+
+def num_choices(c: Configuration) -> int:
+    return max(1, _CHOSEN_ACTIONS // num_actions(c))
+
+
+def _fits(e: Candidate) -> bool:
+    return not any(memory.too_many for memory in e.memories)
+
+
+def _seconds(e: Candidate) -> float:
+    return e.simulated_seconds
