@@ -133,6 +133,12 @@ def synthesize_jointly(
         raise TypeError(f"synthesize_jointly takes no {', '.join(unknown)}: expected some of {', '.join(_BUDGET)}")
     if not (isinstance(num_ranks, int | np.integer) and 1 <= num_ranks <= len(layers)):
         raise ValueError(f"num_ranks={num_ranks!r} for {len(layers)} layers: expected 1 to {len(layers)}")
+    for name in ("input_grad", "weight_grad"):
+        if not any(getattr(layer, name) > 0 for layer in layers):
+            raise ValueError(
+                f"{name}=0 of all {len(layers)} layers: expected more of one at least, such as half of each backward, "
+                f"or plan(), whose 1f1b and interleaved run whole backwards"
+            )
     for name in ("latency", "overhead", "message_overhead"):
         if isinstance(value := getattr(runtime or Costs(), name), Sequence):
             raise ValueError(f"runtime={name}={value!r:.40}: expected one number, of any stage")

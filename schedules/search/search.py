@@ -228,9 +228,12 @@ class OrderingSearch:
             raise _BudgetError
 
     def _fuse(self) -> Orders:
-        """The best orders, with an I and its W run as one, rank by rank, if that takes no longer."""
-        best = self.incumbent.answer
-        assert best is not None
+        """The best orders, with an I and its W run as one where the simulator does so in any case, at the cost of one
+        action, and rank by rank, if that takes no longer."""
+        assert self.incumbent.answer is not None
+        best = fuse(self.evaluator, self.incumbent.answer, only_local=True)
+        self.incumbent.value = self.evaluator.value(best)  # which may round otherwise
+        self.incumbent.note(self.value, self.incumbent.history[-1].source)
         for rank, order in enumerate(fuse(self.evaluator, best)):
             if self.incumbent.elapsed > 1.02 * self.incumbent.budget.seconds:
                 break
