@@ -10,7 +10,6 @@ the same F and I with W and idle time used anew take some percent less (`PlanEva
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -38,17 +37,18 @@ class CutClimb:
         self.evaluator, self.best_seconds, self.is_late = evaluator, best_seconds, is_late
         self._actions_left, self._is_blocked, self._at = _REFINED_ACTIONS, False, -1
 
-    def ordered(self, e: Candidate) -> Candidate:
+    def ordered(self, e: Candidate, *, is_free: bool = False) -> Candidate:
         """The same in an order made for its costs, if that is faster and may be the best."""
         if e.bound >= self.best_seconds or self.is_late() or not self.evaluator.may_order(e.configuration):
             return e
-        return min([e, *self._ordered(e, e.simulated_seconds, is_free=False)], key=_seconds)
+        return min([e, *self._ordered(e, e.simulated_seconds, is_free=is_free)], key=_seconds)
 
     def climb(self, start: Candidate) -> Candidate:
         """The best that comes of moving its cuts: no one moved to a place nearby makes it faster, unless the actions
         or the time are over before."""
-        self._is_blocked = False
+        self._is_blocked, self._at = False, -1
         best = hill_climb(start, self._better)
+        self.best_seconds = min(self.best_seconds, best.simulated_seconds)
         is_near = best.simulated_seconds < _NEAR * self.best_seconds
         if self._is_blocked and is_near and "none" in best.model.rules.recompute:
             over = self._past_the_limit(best)
@@ -56,40 +56,38 @@ class CutClimb:
         return best
 
     def _better(self, start: Candidate) -> Iterator[Candidate]:
-        best = start
-        for each in self._near(start, is_free=False):
-            if each.simulated_seconds < best.simulated_seconds * (1 - TIE):
-                best = each
-                self.best_seconds = min(self.best_seconds, each.simulated_seconds)
-                yield best
+        return (each for each in self._near(start, is_free=False) if _is_less(each, start))
 
     def _past_the_limit(self, best: Candidate) -> Candidate:
         """The best that fits of what is met as the cuts are moved as if memory had no limit."""
-        c, least = replace(best.configuration, own=None), best
-        cuts = [best.ends, *with_level_ranks(self.evaluator, c, candidate_ends(self.evaluator, c, has_limit=False))]
-        starts = [each for ends in dict.fromkeys(cuts) for each in self._tried(c, ends, math.inf, is_free=True)]
+        c, least, starts, self._at = replace(best.configuration, own=None), best, list[Candidate](), -1
+        for ends in with_level_ranks(self.evaluator, c, candidate_ends(self.evaluator, c, has_limit=False)):
+            with suppress(SizesError):
+                starts += map(self.evaluator.simulate, self._choices(c, ends, is_free=True))
 
         def better(start: Candidate) -> Iterator[Candidate]:
             nonlocal least
             for each in self._near(start, is_free=True):
-                if _fits(each) and each.simulated_seconds < least.simulated_seconds * (1 - TIE):
-                    least = each
-                if each.simulated_seconds < start.simulated_seconds * (1 - TIE):
+                least = each if _fits(each) and _is_less(each, least) else least
+                if _is_less(each, start):
                     yield each
 
         if starts:
+            starts.append(self.ordered(min(starts, key=_seconds), is_free=True))
             least = min([least, *filter(_fits, starts)], key=_seconds)
             hill_climb(min(starts, key=_seconds), better)
         return least
 
     def _near(self, start: Candidate, *, is_free: bool) -> Iterator[Candidate]:
-        """Candidates that may be faster than one, with one of its cuts moved; from the cut on that was moved last."""
+        """Candidates that may be faster than one, with one of its cuts moved; where orders are made for each, from the
+        cut on that was moved last."""
         c, limit = start.configuration, start.simulated_seconds * (1 - TIE)
         every = [*neighbours(self.evaluator.model(c).cuts, start.ends)]
-        for _ in every:
+        first = self._at + 1 if self.evaluator.may_order(c) else 0
+        for at in range(first, first + len(every)):
             if self.is_late():
                 return
-            self._at = (self._at + 1) % len(every)
+            self._at = at % len(every)
             yield from self._tried(c, every[self._at], limit, is_free=is_free)
 
     def _tried(self, c: Configuration, ends: Ends, limit: float, *, is_free: bool) -> Iterator[Candidate]:
@@ -131,6 +129,10 @@ def hill_climb(best: Candidate, better: Better) -> Candidate:
     while (found := next(iter(better(best)), None)) is not None:
         best = found
     return best
+
+
+def _is_less(one: Candidate, other: Candidate) -> bool:
+    return one.simulated_seconds < other.simulated_seconds * (1 - TIE)
 
 
 def with_level_ranks(evaluator: PlanEvaluator, c: Configuration, every: Sequence[Ends]) -> dict[Ends, float]:
