@@ -35,7 +35,9 @@ class CutClimb:
 
     def __init__(self, evaluator: PlanEvaluator, best_seconds: float, is_late: Callable[[], bool]) -> None:
         self.evaluator, self.best_seconds, self.is_late = evaluator, best_seconds, is_late
-        self._actions_left, self._is_blocked, self._at = _REFINED_ACTIONS, False, -1
+        self._is_blocked, self._at, self._orders = False, -1, False
+        # With actions as named and memory as it is, and otherwise.
+        self._actions_left = {True: _REFINED_ACTIONS, False: _REFINED_ACTIONS}
 
     def ordered(self, e: Candidate, *, is_free: bool = False) -> Candidate:
         """The same in an order made for its costs, if that is faster and may be the best."""
@@ -43,11 +45,14 @@ class CutClimb:
             return e
         return min([e, *self._ordered(e, e.simulated_seconds, is_free=is_free)], key=_seconds)
 
-    def climb(self, start: Candidate) -> Candidate:
-        """The best that comes of moving its cuts: no one moved to a place nearby makes it faster, unless the actions
-        or the time are over before."""
-        self._is_blocked, self._at = False, -1
-        best = hill_climb(start, self._better)
+    def climb(self, start: Candidate, named: Candidate) -> Candidate:
+        """The best that comes of moving its cuts, or those of the same without an order for its costs: no one moved to
+        a place nearby makes it faster, unless the actions or the time are over before."""
+        self._is_blocked, self._at, self._orders = False, -1, False
+        best = hill_climb(named, self._better)
+        if self.evaluator.may_order(named.configuration):
+            self._orders = True
+            best = hill_climb(min([start, self.ordered(best)], key=_seconds), self._better)
         self.best_seconds = min(self.best_seconds, best.simulated_seconds)
         is_near = best.simulated_seconds < _NEAR * self.best_seconds
         if self._is_blocked and is_near and "none" in best.model.rules.recompute:
@@ -83,7 +88,7 @@ class CutClimb:
         cut on that was moved last."""
         c, limit = start.configuration, start.simulated_seconds * (1 - TIE)
         every = [*neighbours(self.evaluator.model(c).cuts, start.ends)]
-        first = self._at + 1 if self.evaluator.may_order(c) else 0
+        first = self._at + 1 if self._orders else 0
         for at in range(first, first + len(every)):
             if self.is_late():
                 return
@@ -95,11 +100,12 @@ class CutClimb:
         be had."""
         cost = num_actions(c) * (_STREAM_BATCHES if c.family.rule.is_asynchronous else 1)
         for evaluated in self._choices(c, ends, is_free=is_free):
-            can_win, left = evaluated.bound < self.best_seconds, self._actions_left - cost
+            as_named = not (is_free or self._orders)
+            can_win, left = evaluated.bound < self.best_seconds, self._actions_left[as_named] - cost
             if evaluated.bound >= limit or left < (0 if can_win else _REFINED_ACTIONS - _RUNNER_UP_ACTIONS):
                 continue
-            self._actions_left -= cost
-            if self.evaluator.may_order(c):
+            self._actions_left[as_named] = left
+            if self._orders:
                 yield from self._ordered(evaluated, limit, is_free=is_free)
             elif is_free or _fits(evaluated):
                 with suppress(SizesError, DoesNotFitError):  # too long, as no short batch replaces these cuts
@@ -118,10 +124,14 @@ class CutClimb:
         return [self.evaluator.given(c, ends, recompute=every[0], shards=every[1])] if is_known else []
 
     def _ordered(self, e: Candidate, limit: float, *, is_free: bool) -> Iterator[Candidate]:
+        """The same with its ranks treated alike, in an order made for its costs, where that may be below the limit."""
         too_many = [0.0 if is_free else memory.too_many for memory in e.memories]
         if (own := self.evaluator.ordered(e, limit, too_many)) is not None:
-            found = self._choices(own, e.ends, is_free=is_free)[:1]
-            yield from (self.evaluator.simulate(each) for each in found if is_free or _fits(each))
+            rows = [(e.memories[p], v) for p, v in zip(own.positions, own.chunks, strict=True)]
+            recompute, shards = [each.recompute[v] for each, v in rows], [each.shards[v] for each, v in rows]
+            found = self.evaluator.given(own, e.ends, recompute=recompute, shards=shards)
+            if is_free or _fits(found):
+                yield self.evaluator.simulate(found)
 
 
 def hill_climb(best: Candidate, better: Better) -> Candidate:

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace, merge
 from itertools import count
@@ -374,7 +375,8 @@ class PlanSearch:
             best.setdefault(each.configuration, each)
         climb = CutClimb(self.evaluator, _seconds_of_best(found), partial(self._is_late, found))
         others = sorted(map(climb.ordered, best.values()), key=_sort_key)
-        return sorted([*map(climb.climb, others[:most]), *others[most:]], key=_sort_key)
+        moved = [climb.climb(each, best[replace(each.configuration, own=None)]) for each in others[:most]]
+        return sorted([*moved, *others[most:]], key=_sort_key)
 
 
 def _seconds_of_best(found: Sequence[Candidate]) -> float:
