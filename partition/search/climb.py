@@ -48,11 +48,8 @@ class CutClimb:
     def climb(self, start: Candidate, named: Candidate) -> Candidate:
         """The best that comes of moving its cuts, or those of the same without an order for its costs: no one moved to
         a place nearby makes it faster, unless the actions or the time are over before."""
-        self._is_blocked, self._at, self._orders = False, -1, False
-        best = hill_climb(named, self._better)
-        if self.evaluator.may_order(named.configuration):
-            self._orders = True
-            best = hill_climb(min([start, self.ordered(best)], key=_seconds), self._better)
+        self._is_blocked = False
+        best = self._climbed(start, named, self._better, is_free=False)
         self.best_seconds = min(self.best_seconds, best.simulated_seconds)
         is_near = best.simulated_seconds < _NEAR * self.best_seconds
         if self._is_blocked and is_near and "none" in best.model.rules.recompute:
@@ -60,28 +57,35 @@ class CutClimb:
             best = best if over is best else hill_climb(over, self._better)
         return best
 
+    def _climbed(self, start: Candidate, named: Candidate, better: Better, *, is_free: bool) -> Candidate:
+        self._at, self._orders = -1, False
+        best = hill_climb(named, better)
+        if self.evaluator.may_order(named.configuration):
+            self._orders = True
+            best = hill_climb(min([start, self.ordered(best, is_free=is_free)], key=_seconds), better)
+        return best
+
     def _better(self, start: Candidate) -> Iterator[Candidate]:
         return (each for each in self._near(start, is_free=False) if _is_less(each, start))
 
     def _past_the_limit(self, best: Candidate) -> Candidate:
         """The best that fits of what is met as the cuts are moved as if memory had no limit."""
-        c, least, starts, self._at = replace(best.configuration, own=None), best, list[Candidate](), -1
+        c, met, starts = replace(best.configuration, own=None), [best], list[Candidate]()
         for ends in with_level_ranks(self.evaluator, c, candidate_ends(self.evaluator, c, has_limit=False)):
             with suppress(SizesError):
                 starts += map(self.evaluator.simulate, self._choices(c, ends, is_free=True))
 
         def better(start: Candidate) -> Iterator[Candidate]:
-            nonlocal least
             for each in self._near(start, is_free=True):
-                least = each if _fits(each) and _is_less(each, least) else least
+                met.append(each)
                 if _is_less(each, start):
                     yield each
 
         if starts:
-            starts.append(self.ordered(min(starts, key=_seconds), is_free=True))
-            least = min([least, *filter(_fits, starts)], key=_seconds)
-            hill_climb(min(starts, key=_seconds), better)
-        return least
+            named = min(starts, key=_seconds)
+            starts.append(self.ordered(named, is_free=True))
+            self._climbed(starts[-1], named, better, is_free=True)
+        return min(filter(_fits, met + starts), key=lambda each: float(f"{each.simulated_seconds:.8e}"))
 
     def _near(self, start: Candidate, *, is_free: bool) -> Iterator[Candidate]:
         """Candidates that may be faster than one, with one of its cuts moved; where orders are made for each, from the

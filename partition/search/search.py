@@ -375,7 +375,7 @@ class PlanSearch:
             best.setdefault(each.configuration, each)
         climb = CutClimb(self.evaluator, _seconds_of_best(found), partial(self._is_late, found))
         others = sorted(map(climb.ordered, best.values()), key=_sort_key)
-        moved = [climb.climb(each, best[replace(each.configuration, own=None)]) for each in others[:most]]
+        moved = [climb.climb(each, best.get(replace(each.configuration, own=None), each)) for each in others[:most]]
         return sorted([*moved, *others[most:]], key=_sort_key)
 
 
