@@ -25,7 +25,7 @@ _REFINED_ACTIONS = 300_000  # of all simulations that move cuts
 _RUNNER_UP_ACTIONS = 30_000  # of those, for cuts that cannot become the best
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _CHOSEN_ACTIONS = 6_000  # of all simulations of one way to cut, with other treatments of its ranks
-_NEAR = 1.05  # of the best, beyond which nothing is tried past the limit
+_NEAR = 1.05  # of the best, beyond which nothing is tried past the limit, nor for long batches
 
 Better = Callable[[Candidate], Iterable[Candidate]]  # those of its neighbours that take less
 
@@ -51,7 +51,7 @@ class CutClimb:
         self._is_blocked = False
         best = self._climbed(start, named, self._better, is_free=False)
         self.best_seconds = min(self.best_seconds, best.simulated_seconds)
-        is_near = best.simulated_seconds < _NEAR * self.best_seconds
+        is_near = best.simulated_seconds < _NEAR * self.best_seconds and num_choices(best.configuration) > 1
         if self._is_blocked and is_near and "none" in best.model.rules.recompute:
             over = self._past_the_limit(best)
             best = best if over is best else hill_climb(over, self._better)
