@@ -14,7 +14,7 @@ from ...schedules.wording import duration
 from ..profile import Profile
 from ..stage_cost import OFFLOAD
 from .as_schedule import one_pipeline, simulated
-from .record import PlanRecord, PlanStage, order_of
+from .record import OWN, PlanRecord, PlanStage, order_of
 
 P = TypeVar("P", bound=PlanRecord)
 
@@ -37,7 +37,8 @@ def reorder(plan: P, profile: Profile | None = None, *, seconds: float, evaluati
     M = plan.num_microbatches
     alike = len(set(plan.replicas)) == 1 and len({stage.tensor for stage in plan.stages}) == 1
     alike &= not plan.slice_lengths and all(stage.recompute != OFFLOAD for stage in plan.stages)
-    if M is None or len(plan.firsts) == 1 or not alike or plan.is_asynchronous or plan.order or plan.overlaps:
+    was_tried = plan.schedule == OWN or any(note.startswith("order: ") for note in plan.notes)
+    if M is None or len(plan.firsts) == 1 or not alike or plan.is_asynchronous or was_tried or plan.overlaps:
         return plan
     name = canonical_name(plan.schedule or "1f1b")
     split = replace(plan, costs=_split(plan, profile))

@@ -34,8 +34,9 @@ _STAY_WITH_OFFLOAD = 3.0  # microbatches of a stage that are there, while others
 ALL_CUTS = 64  # ways to cut up to which each is looked at
 
 
-def candidate_ends(evaluator: PlanEvaluator, c: Configuration) -> list[Ends]:
-    """The likely best ones first; none where the graph has no chain of so many stages.
+def candidate_ends(evaluator: PlanEvaluator, c: Configuration, *, has_limit: bool = True) -> list[Ends]:
+    """The likely best ones first, without `has_limit` as if memory had none; none where the graph has no chain of so
+    many stages.
 
     Every way where these are at most ALL_CUTS; else the least slowest stage within the memory (with counts of what runs
     again, and without), the least slowest stage without a limit (where that finds none, or where stages share their
@@ -51,9 +52,9 @@ def candidate_ends(evaluator: PlanEvaluator, c: Configuration) -> list[Ends]:
     in_flight = evaluator.schedules.in_flight(c, exact=False, kv_share=model.profile.kv_share)
     models = {size: evaluator.model(c, size) for size in {*c.tensors}}
     counts = "none" in model.rules.recompute and bool({*COUNTED} & {*model.rules.recompute})
-    is_limited, reach = min(place.limits) < math.inf, _REACH * (-(-len(model.coarse) // c.num_stages))
+    is_limited, reach = has_limit and min(place.limits) < math.inf, _REACH * (-(-len(model.coarse) // c.num_stages))
     for some in (True, False) if counts and is_limited else (False,):
-        found.append(even_ends(models, place, in_flight, c, reach=reach, counts=some))
+        found.append(even_ends(models, place, in_flight, c, reach=reach, counts=some, has_limit=has_limit))
     if is_limited and c.num_chunks > 1:
         found.append(even_ends(models, place, in_flight, c, reach=reach, has_limit=False))
     found.append(equal_stages(model.cuts, c.num_stages))

@@ -16,6 +16,7 @@ from ...schedules.timing.links import Links
 from ...schedules.timing.timeline import Timeline
 from ...schedules.transform import with_offload
 from ..memory import InFlightCounts, RankMemory, RankPlace, context_bytes, count_in_flight, count_over_time
+from ..plans.record import OWN
 from ..recompute import one_of_each_rank, with_offloads
 from ..stage_cost import OFFLOAD, StageSeconds, StageSums, least_rounds, stage_seconds, stages_from
 from ..topology import NO_TRANSFER, Floats, Topology, TransferTime
@@ -29,12 +30,14 @@ from .simulated import (
     long_batch,
     microbatches_of,
     num_weight_grads,
+    order_for,
     short_batches,
     simulated_batch,
 )
 from .space import Configuration
 
 Ends = tuple[int, ...]
+MAX_ORDERED_ACTIONS = 10_000  # of a batch, up to which orders are made for its costs
 MAX_OFFLOAD_ACTIONS = 20_000  # of a batch, up to which activations may leave for the host: all of it is simulated
 Figure = TypeVar("Figure")
 
@@ -210,8 +213,11 @@ class PlanEvaluator:
         ]
         return sorted(found, key=lambda each: (float(f"{each.bound:.8e}"), each.num_shards, each.memory_bytes))
 
-    def _seconds(self, c: Configuration, sums: StageSums, memories: Sequence[RankMemory]) -> StageSeconds:
-        """[S] seconds of the stages under these treatments of their ranks, [P]."""
+    def _seconds(
+        self, c: Configuration, sums: StageSums, memories: Sequence[RankMemory], split_share: Floats | None = None
+    ) -> StageSeconds:
+        """[S] seconds of the stages under these treatments of their ranks, [P]; the share of its schedule, unless
+        given."""
         treatments = [(memories[p], v) for p, v in zip(c.positions, c.chunks, strict=True)]
         return stage_seconds(
             sums,
@@ -219,7 +225,7 @@ class PlanEvaluator:
             again=sums.seconds_again([each.recompute[v] for each, v in treatments]),
             shards=[each.shards[v] for each, v in treatments],
             action=self.model(c).profile.action_seconds,
-            split_share=self._split_share(c),
+            split_share=self._split_share(c) if split_share is None else split_share,
         )
 
     def _candidate(
@@ -252,15 +258,31 @@ class PlanEvaluator:
             memories.append(self.model(c).rules.given(sums, counted, place, names, parts))
         return self._candidate(c, ends, sums, self._ties(c, ends), memories)
 
+    def may_order(self, c: Configuration) -> bool:
+        """Whether its schedule is one of the named ones with W to move, of a batch that is not too long."""
+        is_plain = c.is_equal and not c.batch % c.counts[0] and not (c.lengths or c.overlaps or c.schedule == OWN)
+        return c.family.splits_backward and is_plain and 2 * c.num_stages * microbatches_of(c) <= MAX_ORDERED_ACTIONS
+
+    def ordered(self, e: Candidate, limit: float, too_many: Sequence[float]) -> Configuration | None:
+        """Its configuration with the order of actions that is best for its costs; None if none takes less than the
+        limit [s], queueing apart. `too_many`: [P] bytes that each rank has to save."""
+        c = e.configuration
+        named = self.schedules.schedule(replace(c, own=None), microbatches_of(c))
+        rows = zip(c.positions, c.chunks, strict=True)
+        held = [float(e.sums.under(e.memories[p].recompute[v]).kept[s]) for s, (p, v) in enumerate(rows)]
+        apart = replace(e, seconds=self._seconds(c, e.sums, e.memories, np.ones(c.num_stages)))
+        found = order_for([named, *([] if c.own is None else [c.own])], apart.costs, e.links, held, too_many)
+        if e.leaving or found is None or found[0] + e.model.profile.around_seconds >= limit:
+            return None
+        return replace(c, own=None if found[1] is named else found[1])
+
     def _split_share(self, c: Configuration) -> Floats | None:
         """[S] part of the microbatches whose I and W run apart, in the batch that is simulated for the whole."""
         if not c.family.splits_backward:
             return None
         m = microbatches_of(c)
         m = min(short_batches(c, m) if c.is_equal else (), default=m)
-        if c.own is not None:
-            return num_weight_grads(c.own)
-        key = (c.schedule, c.num_chunks, c.counts, m)
+        key = c.own or (c.schedule, c.num_chunks, c.counts, m)
         if key not in self._split_shares:
             self._split_shares[key] = num_weight_grads(self.schedules.schedule(c, m))
         return self._split_shares[key]

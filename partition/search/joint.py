@@ -115,7 +115,7 @@ def _starts(evaluator: PlanEvaluator, c: Configuration, found: Sequence[Candidat
     for each in found:
         own, known = each.configuration, each.configuration.family
         is_alike = (
-            replace(c, schedule=own.schedule, num_chunks=own.num_chunks, ranks=own.ranks) == own
+            replace(c, schedule=own.schedule, num_chunks=own.num_chunks, ranks=own.ranks, own=own.own) == own
         )  # a rank a place
         is_whole = known.weight_copies == 1 and not known.rule.is_asynchronous
         if is_alike and is_whole and {name for held in each.memories for name in held.recompute} == {"none"}:
@@ -199,8 +199,8 @@ def _candidate(evaluator: PlanEvaluator, c: Configuration, found: Arrangement) -
 
 def verdict(found: Sequence[Candidate]) -> str:
     """A sentence about both searches: which one won, and by how much."""
-    joint = next((each for each in found if each.configuration.own is not None), None)
-    named = next((each for each in found if each.configuration.own is None), None)
+    joint = next((each for each in found if each.configuration.schedule == OWN), None)
+    named = next((each for each in found if each.configuration.schedule != OWN), None)
     if joint is None:
         return "joint search: nothing that it found fits the memory"
     if named is None:

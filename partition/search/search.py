@@ -16,33 +16,30 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace, merge
 from itertools import count
 from operator import itemgetter
 
 from ...schedules.ir import ScheduleError
 from ..plans.record import Searched
-from ..solve.chunks import level_ranks, neighbours
 from .any_cuts import least_of_any_cuts, unknowns_of_any_cuts
 from .bounds import LeastSeconds
+from .climb import TIE, Better, CutClimb, hill_climb, num_choices, with_level_ranks
 from .cuts import candidate_ends
 from .evaluate import Candidate, DoesNotFitError, Ends, PlanEvaluator
 from .layouts import Layout, UnevenLayouts
 from .simulated import MAX_ACTIONS, SizesError, TooLongError, num_actions
 from .space import ALL_SIZES, Configuration
 
-_REFINED_ACTIONS = 300_000  # of all simulations that move cuts
-_RUNNER_UP_ACTIONS = 30_000  # of those, for cuts that cannot become the best
 _REFINED = 3  # configurations whose cuts are moved
 _LAYOUTS = 32  # in a row, the least first, that are simulated before moves; four times as many after them
-_STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _MISSES = 400  # configurations that are looked at for the nearest miss alone
 _NEAREST_PER_FARTHEST = 12  # steps of the entry with the least bound to one of the farthest, where seconds are counted
-_CHOSEN_ACTIONS = 6_000  # of all simulations of one way to cut, with other treatments of its ranks
 _MOVES = 40  # from one of them, simulated
 _STARTS = 3  # numbers of stages from whose best they are moved
 _PROGRAMS = 120_000  # unknown starts of all programs that bound any cuts
-_TIE = 1e-9  # relative: nearer than this, the simpler one wins
 
 
 _Steps = Iterator[float]  # of one entry of the queue; yields its lower bound [s] after each, until it is done
@@ -53,7 +50,6 @@ Progress = Callable[[Searched, float | None], None]
 # Configurations with unequal replicas and their cuts, found when they may win.
 FindUnequal = Callable[[], Iterable[tuple[Configuration, Ends]]]
 Moves = Callable[[Candidate], Iterable[Layout]]
-Better = Callable[[Candidate], Iterable[Candidate]]  # those of its neighbours that take less
 
 
 class PlanSearch:
@@ -87,7 +83,6 @@ class PlanSearch:
         self._least_seconds = math.inf  # of any configuration, with any cuts
         self._least_left = math.inf  # of those that were not simulated
         self._queue, self._numbers, self._unequal_numbers = list[_Entry](), count(), count(-1, -1)
-        self._actions_left, self._best_seconds = 0, math.inf  # of simulations that move cuts; the best so far [s]
 
     def run(
         self, configurations: Iterable[Configuration], unequal: Sequence[tuple[float, FindUnequal]]
@@ -180,7 +175,7 @@ class PlanSearch:
             starts = dict[tuple[int, int], Candidate]()
             for each in sorted(found, key=_sort_key):
                 starts.setdefault((each.configuration.num_stages, len(each.configuration.lengths)), each)
-            climbed = [_hill_climb(each, self._better_by_moves(moves, looked)) for each in [*starts.values()][:_STARTS]]
+            climbed = [hill_climb(each, self._better_by_moves(moves, looked)) for each in [*starts.values()][:_STARTS]]
             found += self._with_moved_cuts([each for each in climbed if each not in found], most=1)
         self._least_left = min([self._least_left, left, *(order.least_left for order in orders)])
         self._counts["considered"] += len(looked) - known
@@ -194,7 +189,7 @@ class PlanSearch:
         left = iter(range(_MOVES))
 
         def better(start: Candidate) -> Iterator[Candidate]:
-            limit = start.simulated_seconds * (1 - _TIE)
+            limit = start.simulated_seconds * (1 - TIE)
             for least, c, ends in () if self._is_late([start]) else moves(start):
                 if least >= limit:
                     break
@@ -265,12 +260,7 @@ class PlanSearch:
         if not every:
             self._counts["unfit"] += 1
             return
-        least = {ends: self.evaluator.least_seconds(c, ends) for ends in every}
-        if c.num_chunks > 1:
-            cuts = self.evaluator.model(c).cuts
-            for ends in sorted(every, key=lambda ends: (least[ends], ends))[:2]:
-                level = level_ranks(cuts, ends, c.positions)
-                least.setdefault(level, self.evaluator.least_seconds(c, level))
+        least = with_level_ranks(self.evaluator, c, every)
         yield min(least.values())
         yield from self._steps_of_cuts(c, sorted(least, key=lambda ends: (least[ends], ends)), found)
 
@@ -353,12 +343,12 @@ class PlanSearch:
         run [s]."""
         found: list[Candidate] = []
         for ends, bound in bounds.items():
-            if bound >= min(limit, _seconds_of_best(found) * (1 - _TIE)):
+            if bound >= min(limit, _seconds_of_best(found) * (1 - TIE)):
                 continue
             try:
                 exact = self.evaluator.choices(c, ends, exact=True)
-                for choice in exact[: _num_choices(c)]:
-                    if choice.bound < min(limit, _seconds_of_best(found) * (1 - _TIE)):
+                for choice in exact[: num_choices(c)]:
+                    if choice.bound < min(limit, _seconds_of_best(found) * (1 - TIE)):
                         found += self._simulated_if_it_fits(choice)
             except DoesNotFitError as error:
                 self._note_miss(c, error)
@@ -379,52 +369,14 @@ class PlanSearch:
             return []
 
     def _with_moved_cuts(self, found: list[Candidate], most: int = _REFINED) -> list[Candidate]:
-        """The best cuts of each configuration; the best few with their cuts moved for as long as that helps."""
+        """The best cuts of each configuration, in orders for their costs; the best few with their cuts moved."""
         best: dict[Configuration, Candidate] = {}  # cuts of each configuration
         for each in sorted(found, key=_sort_key):
             best.setdefault(each.configuration, each)
-        self._actions_left, others = _REFINED_ACTIONS, [*best.values()]
-        self._best_seconds = _seconds_of_best(found)
-        better = [_hill_climb(each, self._better_by_a_cut) for each in others[:most]]
-        return sorted(better + others[most:], key=_sort_key)
-
-    def _better_by_a_cut(self, start: Candidate) -> Iterator[Candidate]:
-        """The better ones with one cut moved, for as long as there are actions left to simulate."""
-        best, c = start, start.configuration
-        cost = num_actions(c) * (_STREAM_BATCHES if c.family.rule.is_asynchronous else 1)
-        for ends in neighbours(self.evaluator.model(c).cuts, start.ends):
-            try:
-                choices = self.evaluator.choices(c, ends, exact=True)[: _num_choices(c)]
-            except DoesNotFitError:
-                continue
-            for evaluated in choices:
-                if evaluated.bound >= best.simulated_seconds * (1 - _TIE):
-                    continue
-                if self._actions_left < cost:
-                    yield from [best] * (best is not start)
-                    return
-                can_win = evaluated.bound < self._best_seconds
-                if not can_win and self._actions_left - cost < _REFINED_ACTIONS - _RUNNER_UP_ACTIONS:
-                    continue
-                self._actions_left -= cost
-                with suppress(SizesError, DoesNotFitError):  # too long, as no short batch replaces these cuts
-                    simulated = self.evaluator.simulate(evaluated)
-                    if simulated.simulated_seconds < best.simulated_seconds * (1 - _TIE):
-                        best = simulated
-                        self._best_seconds = min(self._best_seconds, best.simulated_seconds)
-            if best is not start:
-                yield best
-
-
-def _hill_climb(best: Candidate, better: Better) -> Candidate:
-    """The best that comes of one: the first that is better is taken, for as long as there is one."""
-    while (found := next(iter(better(best)), None)) is not None:
-        best = found
-    return best
-
-
-def _num_choices(c: Configuration) -> int:
-    return max(1, _CHOSEN_ACTIONS // num_actions(c))
+        climb = CutClimb(self.evaluator, _seconds_of_best(found), partial(self._is_late, found))
+        others = sorted(map(climb.ordered, best.values()), key=_sort_key)
+        moved = [climb.climb(each, best.get(replace(each.configuration, own=None), each)) for each in others[:most]]
+        return sorted([*moved, *others[most:]], key=_sort_key)
 
 
 def _seconds_of_best(found: Sequence[Candidate]) -> float:

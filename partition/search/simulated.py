@@ -23,13 +23,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
+from ...schedules.families.automatic import reordered
 from ...schedules.families.registry import build
 from ...schedules.ir import Action, Op, Schedule
+from ...schedules.orders.evaluate import OrderEvaluator
+from ...schedules.orders.problem import with_rounding
 from ...schedules.program import run_as_one
+from ...schedules.search.request import Request
+from ...schedules.search.search import fuse
 from ...schedules.timing.costs import Costs
 from ...schedules.timing.links import Links, PlaceNetwork
 from ...schedules.timing.simulate import simulate
@@ -67,7 +72,9 @@ class BuiltSchedules:
         SizesError where the schedule does not take these sizes.
         """
         if c.own is not None:
-            return count_in_flight(c.own)
+            if c.own not in self._known_in_flight:
+                self._known_in_flight[c.own] = count_in_flight(c.own)
+            return self._known_in_flight[c.own]
         if not (exact or c.is_equal):
             return steady_in_flight(c.schedule, c.counts, c.num_microbatches)
         m = microbatches_of(c)
@@ -169,6 +176,47 @@ def simulated_batch(
     return simulate(schedule, costs, links)
 
 
+def order_for(
+    starts: Sequence[Schedule], costs: Costs, links: Links, held: Sequence[float], too_many: Sequence[float]
+) -> tuple[float, Schedule] | None:
+    """The order that takes least for costs, and its seconds, queueing apart [s]: of the starts, and of their F and I
+    with W anew and forwards in idle time (`reordered`), also with B in place of I and W. No rank holds more than under
+    the first start, less what was too many; None if that is not to be had, or no W takes time.
+
+    Arguments:
+        held: [S] bytes of a microbatch from F to W.
+        too_many: [P] bytes.
+    """
+    first = starts[0]
+    request = Request(
+        num_microbatches=first.num_microbatches,
+        placement=first.placement,
+        costs=replace(costs, tied=(), index_factors=None),
+        activations=held,
+        links=links if first.num_stages > 1 else None,
+    )
+    try:
+        evaluator = OrderEvaluator(request.problem())
+    except ValueError:
+        return None
+    given = [*map(evaluator.orders, starts)]
+    limits = zip(evaluator.peaks(given[0]), too_many, strict=True)
+    evaluator.limits = tuple(with_rounding(peak - more) for peak, more in limits)
+    made = (reordered(evaluator, map(_forwards_and_input_grads, each.programs)) for each in starts)
+    split = [*filter(evaluator.fits, given), *chain.from_iterable(made)]
+    every = [*split, *(fuse(evaluator, orders) for orders in split)]
+    values = (evaluator.value(fuse(evaluator, orders, only_local=True)) for orders in every)
+    value, at = min(((value, at) for at, value in enumerate(values)), default=(0.0, -1))
+    if at < 0:
+        return None
+    same = next((each for each, own in zip(starts, given, strict=True) if own is every[at]), None)
+    return value, same or evaluator.schedule(every[at], name=first.name)
+
+
+def _forwards_and_input_grads(program: Sequence[Action]) -> list[Action]:
+    return [Action(stage, Op.F if op is Op.F else Op.I, k) for stage, op, k in program if op is not Op.W]
+
+
 def num_weight_grads(schedule: Schedule) -> Floats:
     """[S] part of the microbatches whose W runs apart from I."""
     if not schedule.split_stages:
@@ -184,7 +232,7 @@ def short_batches(c: Configuration, num_microbatches: int) -> tuple[int, ...]:
     """
     known = c.family
     rest = num_microbatches % c.pipeline
-    if c.overlaps:  # whose actions are shorter in pairs than alone
+    if c.overlaps or c.own is not None:  # actions are shorter in pairs than alone; an order is of one batch
         return ()
     if known.full_after is None or known.rule.is_asynchronous or (known.takes_chunks and rest):
         return ()

@@ -38,7 +38,8 @@ class Configuration:
         lengths: tokens of each slice of a microbatch; none: it passes whole.
         shares: of each slice, its part of a microbatch's seconds.
         overlaps: whether forwards run together with the backwards directly after them (`with_overlap`).
-        own: the schedule, where no family makes it: of one pipeline, places in the order of their first stages.
+        own: an order made for the costs of its cuts, of one pipeline; under OWN, where no family has its stages, these
+            are on places in the order of their first stages.
     """
 
     pipeline: int
@@ -58,7 +59,7 @@ class Configuration:
 
     @property
     def family(self) -> Family:
-        return family(self.schedule) if self.own is None else _OWN
+        return _OWN if self.schedule == OWN else family(self.schedule)
 
     @property
     def parts(self) -> tuple[float, ...]:
@@ -164,7 +165,9 @@ class Configuration:
             parts.append(f"tensor {'-'.join(str(size // context) for size in self.sizes or (self.tensor,))}")
         parts += [f"experts over {expert}"] if expert > 1 else []
         schedule = self.schedule + (f" V={self.num_chunks}" if self.num_chunks > 1 else "")
-        schedule = schedule if self.own is None else f"joint search, {self.num_stages} stages"
+        if self.own is not None:
+            is_joint = self.schedule == OWN
+            schedule = f"joint search, {self.num_stages} stages" if is_joint else f"{schedule}, ordered for its costs"
         schedule += f", slices of {'-'.join(map(str, self.lengths))} tokens" if self.lengths else ""
         schedule += " in pairs" if self.overlaps else ""
         return ", ".join([" x ".join(parts), schedule, f"microbatch {self.microbatch_size}"])

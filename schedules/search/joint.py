@@ -133,6 +133,12 @@ def synthesize_jointly(
         raise TypeError(f"synthesize_jointly takes no {', '.join(unknown)}: expected some of {', '.join(_BUDGET)}")
     if not (isinstance(num_ranks, int | np.integer) and 1 <= num_ranks <= len(layers)):
         raise ValueError(f"num_ranks={num_ranks!r} for {len(layers)} layers: expected 1 to {len(layers)}")
+    for name in ("input_grad", "weight_grad"):
+        if not any(getattr(layer, name) > 0 for layer in layers):
+            raise ValueError(
+                f"{name}=0 of all {len(layers)} layers: expected more of one at least, such as half of each backward, "
+                f"or plan(), whose 1f1b and interleaved run whole backwards"
+            )
     for name in ("latency", "overhead", "message_overhead"):
         if isinstance(value := getattr(runtime or Costs(), name), Sequence):
             raise ValueError(f"runtime={name}={value!r:.40}: expected one number, of any stage")
@@ -206,7 +212,7 @@ class _JointSearch:
         chains = ChainSearch(self.chain, self.incumbent, Random(self.budget.seed))
         for cut, schedule in starts:
             self._take(cut, schedule.placement, lambda evaluator, own=schedule: [evaluator.orders(own)])  # type: ignore[misc]
-        until = self.budget.seconds * (_CHAINS if self.budget.evaluations is None else 1.0)
+        until = self.budget.seconds * (_NAMED if self.budget.evaluations is None else 1.0)
         for boundaries, ranks in chains.even_stages():
             self._take(
                 tuple(boundaries),
@@ -254,7 +260,7 @@ class _JointSearch:
             for each in sorted(self._near(state, end), key=lambda each: each.value):
                 least.setdefault(each.cut, each)
             for each in sorted(least.values(), key=lambda each: each.value)[:_SLID]:
-                self._slide(each)
+                self._slide(each, end)
 
     def _near(self, state: _OrderedCut, end: float) -> Iterator[_OrderedCut]:
         """Its orders on cuts near its own, as they are where that fits, and at times with W anew; by bounds of cuts;
@@ -288,13 +294,13 @@ class _JointSearch:
         self.incumbent.evaluations += 1
         return _OrderedCut(evaluator.value(orders), cut, evaluator, orders)
 
-    def _slide(self, state: _OrderedCut) -> None:
+    def _slide(self, state: _OrderedCut, end: float) -> None:
         slides = SlideSearch(state.evaluator)
         for found in slides.anneal(state.orders, self.random, steps=_SLIDES, hot=_HOT, cold=_HOT / 30):
             self.incumbent.evaluations += 1
             if found is not None and found[0] < state.value:
                 state = state._replace(value=found[0], orders=found[1])
-            if self.incumbent.is_over:
+            if self.incumbent.is_over or self.incumbent.spent >= end:
                 break
         self._keep(state)
 

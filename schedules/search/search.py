@@ -228,9 +228,12 @@ class OrderingSearch:
             raise _BudgetError
 
     def _fuse(self) -> Orders:
-        """The best orders, with an I and its W run as one, rank by rank, if that takes no longer."""
-        best = self.incumbent.answer
-        assert best is not None
+        """The best orders, with an I and its W run as one where the simulator does so in any case, at the cost of one
+        action, and rank by rank, if that takes no longer."""
+        assert self.incumbent.answer is not None
+        best = fuse(self.evaluator, self.incumbent.answer, only_local=True)
+        self.incumbent.value = self.evaluator.value(best)  # which may round otherwise
+        self.incumbent.note(self.value, self.incumbent.history[-1].source)
         for rank, order in enumerate(fuse(self.evaluator, best)):
             if self.incumbent.elapsed > 1.02 * self.incumbent.budget.seconds:
                 break
@@ -305,14 +308,16 @@ def split(evaluator: OrderEvaluator, orders: Orders) -> Orders:
     ]
 
 
-def fuse(evaluator: OrderEvaluator, orders: Orders) -> Orders:
-    """The same order with a B instead of each I directly followed by its W."""
-    size = evaluator.num_stages * evaluator.num_microbatches
+def fuse(evaluator: OrderEvaluator, orders: Orders, *, only_local: bool = False) -> Orders:
+    """The same order with a B instead of each I directly followed by its W; `only_local`: where no other rank waits for
+    the gradient, as it is run in any case."""
+    S, M, rank_of = evaluator.num_stages, evaluator.num_microbatches, evaluator.problem.rank_of
+    size, local = S * M, [not only_local or s == 0 or rank_of[s - 1] == rank_of[s] for s in range(S)]
     fused = []
     for order in orders:
         new: list[int] = []
         for code in order:
-            if new and size <= new[-1] < 2 * size and code == new[-1] + size:
+            if new and size <= new[-1] < 2 * size and code == new[-1] + size and local[code // M % S]:
                 new[-1] += 2 * size
             else:
                 new.append(code)

@@ -121,7 +121,7 @@ def test_a_schedule_that_refuses_some_sizes_does_not_end_the_search() -> None:
         ("zb-h2", 4, 27),
         ("zb-1p", 4, 27),
         ("interleaved-zb", 2, 49),
-        ("gis", 2, 50),
+        ("gis", 2, 49),  # 50 in its own order
     ],
 )
 def test_every_schedule_in_turn_is_planned(name: str, stages: int, seconds: float) -> None:
@@ -143,9 +143,8 @@ def test_a_split_backward_takes_what_its_halves_do(longer: float, name: str) -> 
     halves = [[each * (longer if s else 1.0) for s in range(4)] for each in (1.4, 0.6)]  # all of stage 0 runs as one
     assert [only.seconds(op) for op in (Op.I, Op.W)] == [pytest.approx(tuple(half)) for half in halves]
     costs = Costs(forward=1.0, input_grad=halves[0], weight_grad=halves[1])
-    assert only.simulated_step_time == pytest.approx(
-        simulate(build("zb-h1", num_ranks=4, num_microbatches=8), costs).makespan
-    )
+    assert only.simulated_step_time == pytest.approx(simulate(only.build_schedule(), costs).makespan)
+    assert only.simulated_step_time < simulate(build("zb-h1", num_ranks=4, num_microbatches=8), costs).makespan
     assert plan(profile, FOUR, global_batch=8, schedules=("1f1b", "zb-h1"), **sizes).schedule == name
 
 

@@ -241,22 +241,64 @@ def test_at_every_edge_the_fastest_that_fits_is_found(seed: int) -> None:
             assert max(found.memory_bytes.values()) <= limit * (1 + 1e-12)
 
 
-@pytest.mark.thorough(but=["zb-v"])
-@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
-def test_a_limit_of_what_the_best_plan_takes_makes_none_slower(schedule: str) -> None:
-    """Under a V the first of two stages holds nearly all that its rank does, which is more than half of the limit."""
-    rng = Random(1)
-    nodes = [
-        Node(name=f"n{i}", forward_seconds=s, backward_seconds=2 * s, stash_bytes=1.0)
-        for i in range(30)
-        for s in [rng.choice([1.0, 1.5, 2.5])]
-    ]
-    options: dict[str, Any] = {"global_batch": 8, "schedules": (schedule,), "chunk_sizes": (2,), "pipeline_sizes": (4,)}
-    free = plan(Profile(nodes=nodes, microbatch_size=1), Cluster.parse("4:net=1000GB/s"), **options)
+@pytest.mark.thorough(but=["zb-v-2-8-30"])
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "M", "number"), [("zb-v", 2, 8, 30), ("dualpipe-v", 2, 8, 30), ("interleaved-zb", 5, 4, 40)]
+)
+def test_a_limit_of_what_the_best_plan_takes_makes_none_slower(schedule: str, chunks: int, M: int, number: int) -> None:
+    """Under a V the first of two stages holds nearly all that its rank does, which is more than half of the limit.
+    Cuts of many chunks are moved past some that do not fit."""
+    profile = unequal(0 if chunks > 2 else 1, number, longest=4.0 if chunks > 2 else 2.5)
+    options: dict[str, Any] = {"global_batch": M, "schedules": (schedule,), "chunk_sizes": (chunks,)}
+    options |= {"pipeline_sizes": (4,)}
+    free = plan(profile, Cluster.parse("4:net=1000GB/s"), **options)
     most = max(free.memory_bytes.values())
-    bound = plan(Profile(nodes=nodes, microbatch_size=1), Cluster.parse("4:net=1000GB/s"), memory_limit=most, **options)
+    bound = plan(profile, Cluster.parse("4:net=1000GB/s"), memory_limit=most, **options)
     assert max(bound.memory_bytes.values()) <= most
     assert (bound.simulated_step_time or 0.0) <= (free.simulated_step_time or 0.0)
+
+
+def unequal(seed: int, number: int, *, longest: float) -> Profile:
+    rng, sizes = Random(seed), [1.0, 1.5, 2.5, longest]
+    nodes = [
+        Node(name=f"n{i}", forward_seconds=s, backward_seconds=2 * s, stash_bytes=1.0)
+        for i in range(number)
+        for s in [rng.choice(sizes[: 3 + (longest > 2.5)])]
+    ]
+    return Profile(nodes=nodes, microbatch_size=1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("schedule", "seed", "limit"), [("zb-v", 2, None), ("zb-v", 3, 12.0), ("interleaved-zb", 0, None)]
+)
+def test_no_cut_under_the_named_order_beats_one_with_an_order_for_its_costs(
+    schedule: str, seed: int, limit: float | None
+) -> None:
+    """Against all cuts in its own order; and its order on all cuts with one moved to the next place."""
+    profile, cluster, M = unequal(seed, 11, longest=4.0), Cluster.parse("3:net=1000GB/s"), 6
+    sizes: dict[str, Any] = {"pipeline_sizes": (3,), "data_sizes": (1,), "chunk_sizes": (2,), "memory_limit": limit}
+    found = plan(profile, cluster, global_batch=M, schedules=schedule, **sizes)
+    own, S = found.build_schedule(), len(found.stages)
+    assert found.order
+    assert found.simulated_step_time == pytest.approx(
+        evaluate(profile, cluster, found.stages, num_microbatches=M, schedule=own).simulated_step_time
+    )
+    names, ends = [node.name for node in profile.nodes], [0]
+    for stage in found.stages:
+        ends.append(ends[-1] + len(stage.nodes))
+    assert max(found.memory_bytes.values()) <= (limit or 1e9)
+
+    def seconds(inner: tuple[int, ...], order: Any) -> float:
+        cuts = pairwise((0, *inner, len(names)))
+        stages = [GivenStage(names[a:b], found.stages[s].ranks) for s, (a, b) in enumerate(cuts)]
+        given = evaluate(profile, cluster, stages, num_microbatches=M, schedule=order)
+        return 1e9 if max(given.memory_bytes.values()) > (limit or 1e9) else given.simulated_step_time or 0.0
+
+    best = (found.simulated_step_time or 0.0) * (1 - 1e-9)
+    assert best < min(seconds(inner, schedule) for inner in combinations(range(1, len(names)), S - 1))
+    near = ((*ends[1:s], ends[s] + step, *ends[s + 1 : -1]) for s in range(1, S) for step in (-1, 1))
+    assert best < min(seconds(inner, own) for inner in near if sorted({0, *inner, 11}) == [0, *inner, 11])
 
 
 KEPT = {

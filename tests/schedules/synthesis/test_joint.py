@@ -182,6 +182,15 @@ def test_a_backward_that_is_shorter_as_one_is_run_as_one() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("seed", [4, 9])
+def test_an_i_and_a_w_that_run_as_one_have_one_overhead(seed: int) -> None:
+    """Where no other rank waits for the gradient, as in the simulator, however the search ends."""
+    found = synthesize_jointly(
+        drawn(Random(seed), 6), num_ranks=2, num_microbatches=2, evaluations=300, runtime=Costs(overhead=0.05)
+    )
+    assert [each.value for each in found.found] == [each.synthesis.timeline.makespan for each in found.found]
+
+
 def test_a_limit_that_only_some_cuts_meet() -> None:
     """Even in seconds, all activations are in the first half; then a limit that no cut meets."""
     layers = [Layer(forward=1, input_grad=1, weight_grad=1, activation=a) for a in (4, 4, 4, 1, 1, 1)]
@@ -266,5 +275,8 @@ def test_bad_input() -> None:
             synthesize_jointly(layers, num_ranks=2, num_microbatches=M, starts=[(cut, named)])
     with pytest.raises(TypeError, match="takes no cuts"):
         synthesize_jointly(layers, num_ranks=2, num_microbatches=2, cuts=3)
+    still = [Layer(forward=1, input_grad=1, weight_grad=0)] * 3
+    with pytest.raises(ValueError, match=r"weight_grad=0 of all 3 layers: .* or plan\(\)"):
+        synthesize_jointly(still, num_ranks=2, num_microbatches=2)
     with pytest.raises(ValueError, match="forward=0"):
         Layer(forward=0, input_grad=1, weight_grad=1)

@@ -1,0 +1,170 @@
+"""The best candidates with their cuts moved for as long as that helps, and in orders made for the costs of these cuts.
+
+    best of each configuration -> ordered for its costs -> the best few, one cut moved at a time
+                                                           if memory was in the way: again as if there was no limit;
+                                                           the best on that way that fits is moved in turn
+
+A schedule by name knows neither that chunks are unequal nor what their cuts leave to it: where it splits the backward,
+the same F and I with W and idle time used anew take some percent less (`PlanEvaluator.ordered`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from ..solve.chunks import level_ranks, neighbours
+from .cuts import candidate_ends
+from .evaluate import Candidate, DoesNotFitError, Ends, PlanEvaluator
+from .simulated import SizesError, num_actions
+from .space import Configuration
+
+TIE = 1e-9  # relative: nearer than this, the simpler one wins
+_REFINED_ACTIONS = 300_000  # of all simulations that move cuts
+_RUNNER_UP_ACTIONS = 30_000  # of those, for cuts that cannot become the best
+_STREAM_BATCHES = 8  # about as many as the program of a stream spans
+_CHOSEN_ACTIONS = 6_000  # of all simulations of one way to cut, with other treatments of its ranks
+_NEAR = 1.05  # of the best, beyond which nothing is tried past the limit, nor for long batches
+
+Better = Callable[[Candidate], Iterable[Candidate]]  # those of its neighbours that take less
+
+
+class CutClimb:
+    """Moves of cuts, within a number of simulated actions. `best_seconds`: of any candidate so far [s]."""
+
+    def __init__(self, evaluator: PlanEvaluator, best_seconds: float, is_late: Callable[[], bool]) -> None:
+        self.evaluator, self.best_seconds, self.is_late = evaluator, best_seconds, is_late
+        self._is_blocked, self._at, self._orders = False, -1, False
+        # With actions as named and memory as it is, and otherwise.
+        self._actions_left = {True: _REFINED_ACTIONS, False: _REFINED_ACTIONS}
+
+    def ordered(self, e: Candidate, *, is_free: bool = False) -> Candidate:
+        """The same in an order made for its costs, if that is faster and may be the best."""
+        if e.bound >= self.best_seconds or self.is_late() or not self.evaluator.may_order(e.configuration):
+            return e
+        return min([e, *self._ordered(e, e.simulated_seconds, is_free=is_free)], key=_seconds)
+
+    def climb(self, start: Candidate, named: Candidate) -> Candidate:
+        """The best that comes of moving its cuts, or those of the same without an order for its costs: no one moved to
+        a place nearby makes it faster, unless the actions or the time are over before."""
+        self._is_blocked = False
+        best = self._climbed(start, named, self._better, is_free=False)
+        self.best_seconds = min(self.best_seconds, best.simulated_seconds)
+        is_near = best.simulated_seconds < _NEAR * self.best_seconds and num_choices(best.configuration) > 1
+        if self._is_blocked and is_near and "none" in best.model.rules.recompute:
+            over = self._past_the_limit(best)
+            best = best if over is best else hill_climb(over, self._better)
+        return best
+
+    def _climbed(self, start: Candidate, named: Candidate, better: Better, *, is_free: bool) -> Candidate:
+        self._at, self._orders = -1, False
+        best = hill_climb(named, better)
+        if self.evaluator.may_order(named.configuration):
+            self._orders = True
+            best = hill_climb(min([start, self.ordered(best, is_free=is_free)], key=_seconds), better)
+        return best
+
+    def _better(self, start: Candidate) -> Iterator[Candidate]:
+        return (each for each in self._near(start, is_free=False) if _is_less(each, start))
+
+    def _past_the_limit(self, best: Candidate) -> Candidate:
+        """The best that fits of what is met as the cuts are moved as if memory had no limit."""
+        c, met, starts = replace(best.configuration, own=None), [best], list[Candidate]()
+        for ends in with_level_ranks(self.evaluator, c, candidate_ends(self.evaluator, c, has_limit=False)):
+            with suppress(SizesError):
+                starts += map(self.evaluator.simulate, self._choices(c, ends, is_free=True))
+
+        def better(start: Candidate) -> Iterator[Candidate]:
+            for each in self._near(start, is_free=True):
+                met.append(each)
+                if _is_less(each, start):
+                    yield each
+
+        if starts:
+            named = min(starts, key=_seconds)
+            starts.append(self.ordered(named, is_free=True))
+            self._climbed(starts[-1], named, better, is_free=True)
+        return min(filter(_fits, met + starts), key=lambda each: float(f"{each.simulated_seconds:.8e}"))
+
+    def _near(self, start: Candidate, *, is_free: bool) -> Iterator[Candidate]:
+        """Candidates that may be faster than one, with one of its cuts moved; where orders are made for each, from the
+        cut on that was moved last."""
+        c, limit = start.configuration, start.simulated_seconds * (1 - TIE)
+        every = [*neighbours(self.evaluator.model(c).cuts, start.ends)]
+        first = self._at + 1 if self._orders else 0
+        for at in range(first, first + len(every)):
+            if self.is_late():
+                return
+            self._at = at % len(every)
+            yield from self._tried(c, every[self._at], limit, is_free=is_free)
+
+    def _tried(self, c: Configuration, ends: Ends, limit: float, *, is_free: bool) -> Iterator[Candidate]:
+        """These cuts simulated, where they may take less than the limit [s], in an order for their costs if that is to
+        be had."""
+        cost = num_actions(c) * (_STREAM_BATCHES if c.family.rule.is_asynchronous else 1)
+        for evaluated in self._choices(c, ends, is_free=is_free):
+            as_named = not (is_free or self._orders)
+            can_win, left = evaluated.bound < self.best_seconds, self._actions_left[as_named] - cost
+            if evaluated.bound >= limit or left < (0 if can_win else _REFINED_ACTIONS - _RUNNER_UP_ACTIONS):
+                continue
+            self._actions_left[as_named] = left
+            if self._orders:
+                yield from self._ordered(evaluated, limit, is_free=is_free)
+            elif is_free or _fits(evaluated):
+                with suppress(SizesError, DoesNotFitError):  # too long, as no short batch replaces these cuts
+                    yield self.evaluator.simulate(evaluated)
+
+    def _choices(self, c: Configuration, ends: Ends, *, is_free: bool) -> Sequence[Candidate]:
+        """Ways to treat its ranks; all kept, if nothing fits, or if `is_free`."""
+        with suppress(DoesNotFitError):
+            if not is_free:
+                found = self.evaluator.choices(c, ends, exact=True)[: num_choices(c)]
+                self._is_blocked |= any(name != "none" for each in found[0].memories for name in each.recompute)
+                return found
+        self._is_blocked |= not is_free
+        every = ["none"] * c.num_stages, [1] * c.num_stages
+        is_known = "none" in self.evaluator.model(c).rules.recompute
+        return [self.evaluator.given(c, ends, recompute=every[0], shards=every[1])] if is_known else []
+
+    def _ordered(self, e: Candidate, limit: float, *, is_free: bool) -> Iterator[Candidate]:
+        """The same with its ranks treated alike, in an order made for its costs, where that may be below the limit."""
+        too_many = [0.0 if is_free else memory.too_many for memory in e.memories]
+        if (own := self.evaluator.ordered(e, limit, too_many)) is not None:
+            rows = [(e.memories[p], v) for p, v in zip(own.positions, own.chunks, strict=True)]
+            recompute, shards = [each.recompute[v] for each, v in rows], [each.shards[v] for each, v in rows]
+            found = self.evaluator.given(own, e.ends, recompute=recompute, shards=shards)
+            if is_free or _fits(found):
+                yield self.evaluator.simulate(found)
+
+
+def hill_climb(best: Candidate, better: Better) -> Candidate:
+    """The best that comes of one: the first that is better is taken, for as long as there is one."""
+    while (found := next(iter(better(best)), None)) is not None:
+        best = found
+    return best
+
+
+def _is_less(one: Candidate, other: Candidate) -> bool:
+    return one.simulated_seconds < other.simulated_seconds * (1 - TIE)
+
+
+def with_level_ranks(evaluator: PlanEvaluator, c: Configuration, every: Sequence[Ends]) -> dict[Ends, float]:
+    """Cuts, each with its least seconds [s], and the two best of them with the work of ranks levelled."""
+    least = {ends: evaluator.least_seconds(c, ends) for ends in every}
+    for ends in sorted(every, key=lambda ends: (least[ends], ends))[: 2 * (c.num_chunks > 1)]:
+        level = level_ranks(evaluator.model(c).cuts, ends, c.positions)
+        least.setdefault(level, evaluator.least_seconds(c, level))
+    return least
+
+
+def num_choices(c: Configuration) -> int:
+    return max(1, _CHOSEN_ACTIONS // num_actions(c))
+
+
+def _fits(e: Candidate) -> bool:
+    return not any(memory.too_many for memory in e.memories)
+
+
+def _seconds(e: Candidate) -> float:
+    return e.simulated_seconds
