@@ -31,10 +31,12 @@ Better = Callable[[Candidate], Iterable[Candidate]]  # those of its neighbours t
 
 
 class CutClimb:
-    """Moves of cuts, within a number of simulated actions. `best_seconds`: of any candidate so far [s]."""
+    """Moves of cuts, within a number of simulated actions. `best_seconds`: of any candidate so far [s];
+    `as_named`: those with moved cuts before they are ordered."""
 
     def __init__(self, evaluator: PlanEvaluator, best_seconds: float, is_late: Callable[[], bool]) -> None:
         self.evaluator, self.best_seconds, self.is_late = evaluator, best_seconds, is_late
+        self.as_named = list[Candidate]()
         self._is_blocked, self._at, self._orders = False, -1, False
         # With actions as named and memory as it is, and otherwise.
         self._actions_left = {True: _REFINED_ACTIONS, False: _REFINED_ACTIONS}
@@ -43,7 +45,7 @@ class CutClimb:
         """The same in an order made for its costs, if that is faster and may be the best."""
         if e.bound >= self.best_seconds or self.is_late() or not self.evaluator.may_order(e.configuration):
             return e
-        return min([e, *self._ordered(e, e.simulated_seconds, is_free=is_free)], key=_seconds)
+        return min([e, *self._ordered(e, e.simulated_seconds * (1 - TIE), is_free=is_free)], key=_seconds)
 
     def climb(self, start: Candidate, named: Candidate) -> Candidate:
         """The best that comes of moving its cuts, or those of the same without an order for its costs: no one moved to
@@ -62,6 +64,7 @@ class CutClimb:
         best = hill_climb(named, better)
         if self.evaluator.may_order(named.configuration):
             self._orders = True
+            self.as_named += [best] * (not is_free)
             best = hill_climb(min([start, self.ordered(best, is_free=is_free)], key=_seconds), better)
         return best
 
@@ -136,6 +139,13 @@ class CutClimb:
             found = self.evaluator.given(own, e.ends, recompute=recompute, shards=shards)
             if is_free or _fits(found):
                 yield self.evaluator.simulate(found)
+
+
+def may_pair(e: Candidate) -> bool:
+    """Whether pairs of its actions may take less: it is as its schedule has it, keeps all, and exchanges something."""
+    keeps_all = {name for memory in e.memories for name in memory.recompute} == {"none"}
+    exchanges = (e.sums.forward_exchange + e.sums.backward_exchange).any()
+    return bool(e.configuration.own is None and keeps_all and exchanges)
 
 
 def hill_climb(best: Candidate, better: Better) -> Candidate:

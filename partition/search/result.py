@@ -25,6 +25,7 @@ from ..solve.orders import own_ranks
 from ..stage_cost import OFFLOAD, RECOMPUTE, kind_of
 from ..topology import Topology
 from .bounds import stage_paces
+from .climb import may_pair
 from .evaluate import Candidate, PlanEvaluator
 from .simulated import SizesError
 
@@ -172,10 +173,8 @@ def with_pairs(evaluator: PlanEvaluator, found: Sequence[Candidate], *, runnable
 
 def _paired(evaluator: PlanEvaluator, e: Candidate, *, runnable: bool) -> Iterator[Candidate]:
     c, profile = e.configuration, e.model.profile
-    exchanges = (e.sums.forward_exchange + e.sums.backward_exchange).any()
     runs = not runnable or (profile.expert > 1 and profile.device.startswith("cpu"))
-    is_plain = c.own is None and {name for each in e.memories for name in each.recompute} == {"none"}
-    if not (exchanges and runs and is_plain) or 2 * c.num_stages * c.batch > MAX_PAIRED_ACTIONS:
+    if not (may_pair(e) and runs) or 2 * c.num_stages * c.batch > MAX_PAIRED_ACTIONS:
         return
     pair = replace(e, configuration=replace(c, overlaps=True), memories=tuple(map(_with_both, e.memories)))
     beside = context_bytes(profile.device)

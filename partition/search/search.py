@@ -26,7 +26,7 @@ from ...schedules.ir import ScheduleError
 from ..plans.record import Searched
 from .any_cuts import least_of_any_cuts, unknowns_of_any_cuts
 from .bounds import LeastSeconds
-from .climb import TIE, Better, CutClimb, hill_climb, num_choices, with_level_ranks
+from .climb import TIE, Better, CutClimb, hill_climb, may_pair, num_choices, with_level_ranks
 from .cuts import candidate_ends
 from .evaluate import Candidate, DoesNotFitError, Ends, PlanEvaluator
 from .layouts import Layout, UnevenLayouts
@@ -369,14 +369,16 @@ class PlanSearch:
             return []
 
     def _with_moved_cuts(self, found: list[Candidate], most: int = _REFINED) -> list[Candidate]:
-        """The best cuts of each configuration, in orders for their costs; the best few with their cuts moved."""
+        """The best cuts of each configuration, in orders for their costs; the best few with their cuts moved. As named,
+        too, those that may be faster with pairs than in any order."""
         best: dict[Configuration, Candidate] = {}  # cuts of each configuration
         for each in sorted(found, key=_sort_key):
             best.setdefault(each.configuration, each)
         climb = CutClimb(self.evaluator, _seconds_of_best(found), partial(self._is_late, found))
         others = sorted(map(climb.ordered, best.values()), key=_sort_key)
         moved = [climb.climb(each, best.get(replace(each.configuration, own=None), each)) for each in others[:most]]
-        return sorted([*moved, *others[most:]], key=_sort_key)
+        every = dict.fromkeys([*moved, *others[most:], *filter(may_pair, [*best.values(), *climb.as_named])])
+        return sorted(every, key=_sort_key)
 
 
 def _seconds_of_best(found: Sequence[Candidate]) -> float:

@@ -372,7 +372,7 @@ def test_pairs_are_chosen_where_they_take_less_and_can_run() -> None:
     assert found.simulated_step_time == own
     assert own < simulate(replace(schedule, overlapped=()), found.costs, found.links).batch_seconds
     assert found.build_schedule().overlapped
-    text = "less than the best of actions one after the other, pipe 2 x data 2 x experts over 2, dualpipe-v V=2, micro"
+    text = "one after the other, pipe 2 x data 2 x experts over 2, dualpipe-v V=2, ordered for its costs, micro"
     assert any(text in note for note in found.notes)
     assert Plan.from_json(found.to_json()) == found
     # What can't run, or gains nothing
