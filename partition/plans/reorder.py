@@ -30,7 +30,8 @@ def reorder(plan: P, profile: Profile | None = None, *, seconds: float, evaluati
     Arguments:
         plan: of a named flush schedule, over equal replicas, without offloading, slices and pairs; any other is
             returned as it is.
-        profile: with seconds of I and W; without, or without those, each is half of a backward.
+        profile: with seconds of I and W, where the plan's schedule does not split the backward; without, or without
+            those, each is half of a backward.
         seconds: of the search, at most.
         evaluations: orders that it tries, at most; None: as many as there is time for.
     """
@@ -93,6 +94,9 @@ def _split_seconds(stage: PlanStage, profile: Profile | None) -> tuple[float, fl
 
 
 def _split(plan: PlanRecord, profile: Profile | None) -> Costs:
+    """Costs with I and W: the planner's own, of a schedule that splits the backward, which have in I what runs again."""
+    if plan.costs.input_grad is not None and any(plan.seconds(Op.I)) and any(plan.seconds(Op.W)):
+        return plan.costs
     backward = plan.costs.free_of_overhead.table(num_stages=len(plan.stages)).rows[Op.B]
     parts = [_split_seconds(stage, profile) for stage in plan.stages]
     input_grad, weight_grad = (

@@ -44,7 +44,7 @@ def profile(*, split: bool = True) -> Profile:
     return Profile(nodes=nodes, microbatch_size=1)
 
 
-def planned(schedule: str, *, pipeline: int, data: int, chunks: int = 2) -> Plan:
+def planned(schedule: str, *, pipeline: int, data: int, chunks: int = 2, **options: Any) -> Plan:
     return plan(
         {1: profile()},
         CLUSTER,
@@ -54,6 +54,7 @@ def planned(schedule: str, *, pipeline: int, data: int, chunks: int = 2) -> Plan
         data_sizes=(data,),
         chunk_sizes=(chunks,),
         optimizer_sharding=("none",),
+        **options,
     )
 
 
@@ -81,6 +82,10 @@ def test_halves_are_those_of_the_profile() -> None:
     assert after.seconds(Op.I)[1] == pytest.approx(after.seconds(Op.B)[1] * 0.6)  # W takes 0.45 of it
     after = reorder(before, profile(split=False), seconds=400, evaluations=100)
     assert after.seconds(Op.I)[1] == pytest.approx(after.seconds(Op.B)[1] / 2)
+    before = planned("v-half", pipeline=4, data=1, recompute=("full",))  # I has what runs again
+    after = reorder(before, profile(), seconds=400, evaluations=100)
+    assert after.costs == before.costs
+    assert after.simulated_step_time < before.simulated_step_time
 
 
 @pytest.mark.thorough
