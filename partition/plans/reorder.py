@@ -28,8 +28,8 @@ def reorder(plan: P, profile: Profile | None = None, *, seconds: float, evaluati
     No rank holds more activations at once than under the plan's own schedule.
 
     Arguments:
-        plan: of a named flush schedule, over equal replicas, without offloading, slices and pairs; any other is
-            returned as it is.
+        plan: of a named flush schedule, over equal replicas, without offloading, slices, pairs, and stages whose
+            forward takes no time; any other is returned as it is.
         profile: with seconds of I and W, where the plan's schedule does not split the backward; without, or without
             those, each is half of a backward.
         seconds: of the search, at most.
@@ -37,7 +37,9 @@ def reorder(plan: P, profile: Profile | None = None, *, seconds: float, evaluati
     """
     M = plan.num_microbatches
     alike = len(set(plan.replicas)) == 1 and len({stage.tensor for stage in plan.stages}) == 1
-    alike &= not plan.slice_lengths and all(stage.recompute != OFFLOAD for stage in plan.stages)
+    alike &= (
+        not plan.slice_lengths and all(plan.seconds(Op.F)) and all(stage.recompute != OFFLOAD for stage in plan.stages)
+    )
     was_tried = plan.schedule == OWN or any(note.startswith("order: ") for note in plan.notes)
     if M is None or len(plan.firsts) == 1 or not alike or plan.is_asynchronous or was_tried or plan.overlaps:
         return plan
@@ -94,7 +96,7 @@ def _split_seconds(stage: PlanStage, profile: Profile | None) -> tuple[float, fl
 
 
 def _split(plan: PlanRecord, profile: Profile | None) -> Costs:
-    """Costs with I and W: the planner's own, of a schedule that splits the backward, which have in I what runs again."""
+    """Costs with I and W: the planner's own if its schedule splits the backward, which have in I what runs again."""
     if plan.costs.input_grad is not None and any(plan.seconds(Op.I)) and any(plan.seconds(Op.W)):
         return plan.costs
     backward = plan.costs.free_of_overhead.table(num_stages=len(plan.stages)).rows[Op.B]

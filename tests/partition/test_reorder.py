@@ -96,6 +96,9 @@ def test_what_has_no_better_order_stays_as_it_is() -> None:
     assert reorder(stream, profile(), seconds=400, evaluations=100) is stream
     once = reorder(planned("1f1b", pipeline=4, data=1), profile(), seconds=400, evaluations=100)
     assert reorder(once, profile(), seconds=400, evaluations=100) is once
+    free = planned("1f1b", pipeline=2, data=1)
+    free = replace(free, costs=replace(free.costs, forward=(0.0, 0.01)))
+    assert reorder(free, profile(), seconds=400, evaluations=100) is free
 
 
 def test_an_order_that_is_none_is_refused() -> None:
