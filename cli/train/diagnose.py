@@ -38,7 +38,7 @@ from ..host import num_cores, physical_bytes
 from ..launcher import report_to_launcher
 from ..own_task import Batch
 from .options import TrainOptions
-from .pipeline import check_samples, gather, make_pipe
+from .pipeline import check_samples, gather, make_pipe, own_microbatches
 from .task import make_task
 
 WORKERS = (1, 2, 4, 8)  # numbers with a prediction
@@ -151,7 +151,7 @@ def diagnose(options: TrainOptions, what: Schedule | Plan) -> int:
         known = [batch for batch, _ in reader.batches(CACHED_BATCHES, workers=0)]
         with make_pipe(replace(options, verify=False), what, task, task.make_model(), known[0]) as pipe:
             for batch in known:
-                check_samples(batch, num_microbatches=pipe.schedule.num_microbatches, task=task)
+                check_samples(batch, num_microbatches=own_microbatches(pipe, options), task=task)
             found = _Diagnosis(options, pipe, reader, known).run()
             if pipe.rank == 0:
                 print(json.dumps(found) if options.json else text(found))

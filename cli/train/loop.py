@@ -30,7 +30,7 @@ from ..own_task import Batch
 from .checkpoints import Checkpoints, may_go_on
 from .corpus import bits_per_byte
 from .options import TrainOptions
-from .pipeline import check_samples, first, gather, make_pipe, may_verify
+from .pipeline import check_samples, first, gather, make_pipe, may_verify, own_microbatches
 from .progress import Progress, speed
 from .run_folder import RUNS, Manifest, Metrics, RunFolder, Summary
 from .task import Task, make_task
@@ -186,7 +186,7 @@ class _Training:
         for step in range(first, self.options.steps):
             with self.pipe.waiting_for_data():
                 batch = next(self.source)
-            check_samples(batch, num_microbatches=self.pipe.schedule.num_microbatches, task=self.task)
+            check_samples(batch, num_microbatches=own_microbatches(self.pipe, self.options), task=self.task)
             if step == 1:
                 self.pipe.measured_costs()  # the link's latency: measured while little is in flight
             if step == first + FIRST_TRACED:

@@ -76,6 +76,12 @@ def make_pipe(
     )
 
 
+def own_microbatches(pipe: PipelineModule, options: TrainOptions) -> int:
+    """How many microbatches a batch is cut into; the members of a context group run their parts of each."""
+    context = options.context if pipe.plan is None else pipe.plan.context
+    return pipe.schedule.num_microbatches // context
+
+
 def check_samples(batch: Batch, *, num_microbatches: int, task: Task) -> None:
     """Raise ValueError for a batch with fewer samples than microbatches."""
     if batch.num_samples < num_microbatches:

@@ -376,8 +376,8 @@ def test_one_rank_two_ranks_and_two_members_of_a_tensor_group_train_to_the_same_
 def test_a_context_group_trains_to_the_loss_of_one_rank_and_is_resumed_without_it(
     command: Callable[..., Done], text: str
 ) -> None:
-    """Traced steps and validation among them."""
-    common = ("train", *TINY, "--microbatches", "4", "--text", text, "--json", "--ranks", "1", "--schedule", "gpipe")
+    """Traced steps and validation among them; microbatches of one sample."""
+    common = ("train", *TINY, "--microbatches", "8", "--text", text, "--json", "--ranks", "1", "--schedule", "gpipe")
     alone = json.loads(command(*common, "--name", "one", "--trace-every", "2").stdout)
     kept = (*common, "--name", "c", "--trace-every", "2", "--checkpoint-every", "2")
     parts = json.loads(command(*kept, "--context", "2").stdout)

@@ -49,6 +49,28 @@ class OwnPositions(Parts, places=lambda: nn.Embedding(T, 8)):
         return x + positions
 
 
+class _Does(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def unseen_within() -> nn.Module:
+    """Tensors that are nested, or of a vmap, in its modules; then a sum."""
+    nested, layer = _Does(lambda x: torch.nested.nested_tensor([*x])), nn.Linear(8, 8)
+    inner = nn.ModuleList([nested, layer, _Does(lambda x: torch.func.vmap(layer)(x) + nested(x).to_padded_tensor(0.0))])
+    return Mixer(lambda x: inner[2](x).cumsum(1), inner)
+
+
+def flat() -> nn.Module:
+    """Tokens and samples in one dimension, which the last module divides."""
+    first = _Does(lambda x: x * (1 + x[:1].abs()))
+    return nn.Sequential(nn.Flatten(0, 1), first, nn.Linear(8, 8), _Does(lambda x: x.unflatten(0, (2, -1))))
+
+
 def by_hand(x: Tensor) -> Tensor:
     scores = (x @ x.transpose(1, 2)).masked_fill(
         ~torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(), -torch.inf
@@ -56,7 +78,7 @@ def by_hand(x: Tensor) -> Tensor:
     return scores.softmax(-1) @ x
 
 
-@pytest.mark.thorough(but=["bidirectional", "reversed", "batchnorm", "windows"])
+@pytest.mark.thorough(but=["bidirectional", "reversed", "batchnorm", "windows", "unseen", "flat", "signs"])
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
@@ -80,8 +102,27 @@ def by_hand(x: Tensor) -> Tensor:
             lambda: Mixer(lambda x: attention(x.unflatten(1, (2, -1)).flatten(0, 1), is_causal=True).view_as(x)),
             "attention over 6 queries and 6 keys in Mixer, to which 12 tokens are given",
         ),
+        (unseen_within, "from '1' .Mixer. on: for tokens 4 to 8 of 12"),
+        (flat, "from '1' .Sequential. on: for tokens 4 to 8 of 12"),
+        (
+            lambda: nn.Sequential(_Does(lambda x: x * x[:, :1].sign()), nn.GELU()),
+            "from '1.0' ._Does. on: for tokens 4 to 8",
+        ),
     ],
-    ids=["bidirectional", "mask", "by-hand", "convolution", "sum", "reversed", "batchnorm", "positions", "windows"],
+    ids=[
+        "bidirectional",
+        "mask",
+        "by-hand",
+        "convolution",
+        "sum",
+        "reversed",
+        "unseen",
+        "flat",
+        "signs",
+        "batchnorm",
+        "positions",
+        "windows",
+    ],
 )
 def test_models_whose_tokens_meet_elsewhere(layer: Callable[[], nn.Module], message: str) -> None:
     torch.manual_seed(0)
