@@ -234,8 +234,9 @@ class OrderingSearch:
         best = fuse(self.evaluator, self.incumbent.answer, only_local=True)
         self.incumbent.value = self.evaluator.value(best)  # which may round otherwise
         self.incumbent.note(self.value, self.incumbent.history[-1].source)
-        for rank, order in enumerate(fuse(self.evaluator, best)):
-            if self.incumbent.elapsed > 1.02 * self.incumbent.budget.seconds:
+        end = 1.02 * self.incumbent.budget.seconds
+        for rank, order in enumerate(fuse(self.evaluator, best) if self.incumbent.elapsed <= end else ()):
+            if self.incumbent.elapsed > end:
                 break
             orders = [*best[:rank], order, *best[rank + 1 :]]
             if (value := self.evaluator.value(orders)) <= self.value:

@@ -35,14 +35,13 @@ from support.inside import (
     suite,
 )
 from support.inside import JobsFigureFigure as Figure
+from support.on_ranks import figures_on_ranks
 from support.pool import Pool
 from support.small import X, Y, make
 from torch import nn
 
 import stagewright as sw
 from stagewright.schedules import Costs, build, simulate
-
-from .on_ranks import figures_on_ranks
 
 SAMPLES, M = 32, 4
 FLOAT = 4

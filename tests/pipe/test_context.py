@@ -229,7 +229,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # options, 
         r"(?s)differs over parts of the sequence from '1.conv' \(Conv1d\) on: .*Expected a model whose tokens depend",
     ),
     "scan": ({}, {}, r"from '1' \(_Scan\) on: for tokens"),
-    "own loss": ({}, {}, r"from '4' \(_Mean\) on: .*; losses that modules make are of each token"),
+    "own loss": ({}, {}, r"from '3' \(_Mean\) on: .*; losses that modules make are of each token"),
     "mask": ({}, {}, r"a mask of shape \(12, 12\) in _Masked.* or stagewright.attend"),
     "odd": ({}, {}, r"sequences of 11 tokens over a context group of 2: expected a multiple of 2, such as 12"),
     "dims": (

@@ -28,6 +28,7 @@ _NAMES = {
     "experiments.backends.namespaces.network": "Network",
     "experiments.backends.preflight": "meet",
     "experiments.backends.registry": "backend",
+    "cli.commands.checked_run": "_fits",
     "cli.main": "main",
     "experiments.jobs.declaration": "check_layout",
     "experiments.jobs.figure": "Judged Spread",

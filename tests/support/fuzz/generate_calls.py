@@ -130,6 +130,8 @@ class Calls(Draws):
 
     def change(self) -> Call:
         kinds, model = [*ON_BLOCKS], self.model
+        if "argument" in model.blocks:  # torch lets nobody change what a module with such a hook gives, in place
+            kinds = [kind for kind in kinds if not kind.startswith("backward-")]
         if model.style not in CHAINS:
             kinds += ["read"] * 6 * (model.reads != "nothing") + ["root-hook", "root-pre-hook", "scale", "copy"]
             kinds += ["eval-model", "train-model"]
