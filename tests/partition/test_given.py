@@ -33,7 +33,7 @@ def again(profile: Profile, cluster: Cluster, found: Plan, **options: Any) -> Pl
         cluster,
         [GivenStage(s.nodes, s.ranks, s.tensor, s.recompute, s.optimizer_shards) for s in found.stages],
         num_microbatches=found.num_microbatches,
-        schedule=found.schedule,
+        schedule=found.build_schedule() if found.order else found.schedule,
         **options,
     )
 
@@ -52,7 +52,8 @@ def test_a_plan_that_is_given_costs_what_the_planner_said(
 ) -> None:
     """Unequal replicas, divided optimizers and recomputed stages among them; so do the runners-up.
 
-    So does the file of each, of whose equal replicas the planner simulated one, and `simulated` all.
+    So does the file of each, of whose equal replicas the planner simulated one, and `simulated` all. An order over
+    several replicas is in the file alone: `evaluate` takes an order with a rank for each stage.
     """
     others: list[Plan] = []
     options: dict[str, Any] = {"global_batch": batch, "schedules": ("1f1b", schedule), "chunk_sizes": (2,)}
@@ -61,10 +62,12 @@ def test_a_plan_that_is_given_costs_what_the_planner_said(
     with suppress(ValueError):  # nothing fits
         others.append(plan(profile, cluster, memory_limit=limit, **options))
     for each in (best, *others):
-        same = again(profile, cluster, each)
-        assert same.simulated_step_time == pytest.approx(each.simulated_step_time, rel=1e-9)
         whole = simulated(Plan.from_json(each.to_json())).timeline
         assert whole.batch_seconds == pytest.approx(each.simulated_step_time, rel=1e-9)
+        if each.order and each.replicas[0] > 1:
+            continue
+        same = again(profile, cluster, each)
+        assert same.simulated_step_time == pytest.approx(each.simulated_step_time, rel=1e-9)
         assert same.memory_bytes == pytest.approx(each.memory_bytes)
         assert same.bottleneck == pytest.approx(each.bottleneck)
         assert same.bubble == pytest.approx(each.bubble, abs=1e-9)
