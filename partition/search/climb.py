@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from ..plans.record import OWN
 from ..solve.chunks import level_ranks, neighbours
 from .cuts import candidate_ends
 from .evaluate import Candidate, DoesNotFitError, Ends, PlanEvaluator
-from .simulated import SizesError, num_actions
+from .simulated import SizesError, microbatches_of, num_actions
 from .space import Configuration
 
 TIE = 1e-9  # relative: nearer than this, the simpler one wins
@@ -25,6 +26,7 @@ _REFINED_ACTIONS = 300_000  # of all simulations that move cuts
 _RUNNER_UP_ACTIONS = 30_000  # of those, for cuts that cannot become the best
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _CHOSEN_ACTIONS = 6_000  # of all simulations of one way to cut, with other treatments of its ranks
+_ORDERED_ACTIONS = 10_000  # of a batch, up to which orders are made for its costs
 _NEAR = 1.05  # of the best, beyond which nothing is tried past the limit, nor for long batches
 
 Better = Callable[[Candidate], Iterable[Candidate]]  # those of its neighbours that take less
@@ -43,7 +45,7 @@ class CutClimb:
 
     def ordered(self, e: Candidate, *, is_free: bool = False) -> Candidate:
         """The same in an order made for its costs, if that is faster and may be the best."""
-        if e.bound >= self.best_seconds or self.is_late() or not self.evaluator.may_order(e.configuration):
+        if e.bound >= self.best_seconds or self.is_late() or not _may_order(e.configuration):
             return e
         return min([e, *self._ordered(e, e.simulated_seconds * (1 - TIE), is_free=is_free)], key=_seconds)
 
@@ -62,7 +64,7 @@ class CutClimb:
     def _climbed(self, start: Candidate, named: Candidate, better: Better, *, is_free: bool) -> Candidate:
         self._at, self._orders = -1, False
         best = hill_climb(named, better)
-        if self.evaluator.may_order(named.configuration):
+        if _may_order(named.configuration):
             self._orders = True
             self.as_named += [best] * (not is_free)
             best = hill_climb(min([start, self.ordered(best, is_free=is_free)], key=_seconds), better)
@@ -153,6 +155,12 @@ def hill_climb(best: Candidate, better: Better) -> Candidate:
     while (found := next(iter(better(best)), None)) is not None:
         best = found
     return best
+
+
+def _may_order(c: Configuration) -> bool:
+    """Whether its schedule is one of the named ones with W to move, of a batch that is not too long."""
+    is_plain = c.is_equal and not c.batch % c.counts[0] and not (c.lengths or c.overlaps or c.schedule == OWN)
+    return c.family.splits_backward and is_plain and 2 * c.num_stages * microbatches_of(c) <= _ORDERED_ACTIONS
 
 
 def _is_less(one: Candidate, other: Candidate) -> bool:

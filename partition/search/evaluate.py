@@ -16,7 +16,6 @@ from ...schedules.timing.links import Links
 from ...schedules.timing.timeline import Timeline
 from ...schedules.transform import with_offload
 from ..memory import InFlightCounts, RankMemory, RankPlace, context_bytes, count_in_flight, count_over_time
-from ..plans.record import OWN
 from ..recompute import one_of_each_rank, with_offloads
 from ..stage_cost import OFFLOAD, StageSeconds, StageSums, least_rounds, stage_seconds, stages_from
 from ..topology import NO_TRANSFER, Floats, Topology, TransferTime
@@ -37,7 +36,6 @@ from .simulated import (
 from .space import Configuration
 
 Ends = tuple[int, ...]
-MAX_ORDERED_ACTIONS = 10_000  # of a batch, up to which orders are made for its costs
 MAX_OFFLOAD_ACTIONS = 20_000  # of a batch, up to which activations may leave for the host: all of it is simulated
 Figure = TypeVar("Figure")
 
@@ -257,11 +255,6 @@ class PlanEvaluator:
             names, parts = [recompute[s] for s in place.stages], [shards[s] for s in place.stages]
             memories.append(self.model(c).rules.given(sums, counted, place, names, parts))
         return self._candidate(c, ends, sums, self._ties(c, ends), memories)
-
-    def may_order(self, c: Configuration) -> bool:
-        """Whether its schedule is one of the named ones with W to move, of a batch that is not too long."""
-        is_plain = c.is_equal and not c.batch % c.counts[0] and not (c.lengths or c.overlaps or c.schedule == OWN)
-        return c.family.splits_backward and is_plain and 2 * c.num_stages * microbatches_of(c) <= MAX_ORDERED_ACTIONS
 
     def ordered(self, e: Candidate, limit: float, too_many: Sequence[float]) -> Configuration | None:
         """Its configuration with the order of actions that is best for its costs; None if none takes less than the
