@@ -1,7 +1,5 @@
 """Gradients that do not exist, which a loss ignores, and sparse ones: as in one plain process, float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Arguments of PipelineModule: records, what may stand for them, what is none, which mistake is reported first."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import logging

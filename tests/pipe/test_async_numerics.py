@@ -7,8 +7,6 @@
 What every case runs is in support/async_pipeline.py, what is right in support/async_reference.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """schedule="auto": measured, planned and run; one plan on every rank, and the training of one process."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator

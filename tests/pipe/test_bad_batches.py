@@ -1,7 +1,5 @@
 """Batches and losses that cannot be trained on, and the pipe after them: the next good batch trains exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

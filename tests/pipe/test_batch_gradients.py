@@ -1,7 +1,5 @@
 """A batch that wants gradients: what stands in front of the pipeline learns as in one process."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Nothing of a step is left for the next one; a failed update ends the run until a checkpoint is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Where a model or its user reaches around the pipeline: as plain PyTorch does, or refused by name."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

@@ -1,7 +1,5 @@
 """recompute={"memory_budget": ...}: the least that must runs again, what was predicted is held, all else stays."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Ranks that make different calls all end by name; and what is held: descriptors, threads, bytes of messages."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os

@@ -1,7 +1,5 @@
 """Odd models, cut at odd places: outputs of any form, values that fork, constants, sizes in Python, dense skips."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections import Counter, namedtuple

@@ -1,7 +1,5 @@
 """Values that code between the modules reads may change between two batches: they count from the next one on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

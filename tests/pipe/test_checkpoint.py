@@ -1,7 +1,5 @@
 """Checkpoints: going on from one is exact, on the same cut and on another; nothing in one is executed."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Folders of torch.distributed.checkpoint: FSDP2 ranks save and a pipeline goes on, and back; none runs code."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Optimizers in checkpoints: groups, several a stage and their schedules go on exactly, on any cut, or are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

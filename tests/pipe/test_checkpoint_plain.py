@@ -1,7 +1,5 @@
 """Checkpoints and plain models: out of one into the other, with tied weights and optimizers, without a pipeline."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Contents of a checkpoint alongside weights; disks that fail: the error is reported, and the next save tried."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

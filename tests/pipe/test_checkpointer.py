@@ -1,7 +1,5 @@
 """Checkpoints beside training: what is saved is the state behind one step, whatever the next ones do meanwhile."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Mesh(compress=): messages that are packed, beside one plain process that packs at the same boundaries."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial

@@ -3,8 +3,6 @@
 Over processes each replica passes a batch of its own; in one process the one batch is shared out.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -5,8 +5,6 @@ bfloat16 within, agrees to the last bit. That this is the rule is shown by a sec
 that are always zero applies nothing but lr d.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Named edits: each alone and in pairs computes what the untouched model does, in one process and in a pipeline."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import weakref

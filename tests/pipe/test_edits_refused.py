@@ -1,7 +1,5 @@
 """Named edits that are refused, or that fail: mistakes are named, and the model is as it was."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Callable

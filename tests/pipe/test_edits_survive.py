@@ -1,7 +1,5 @@
 """Named edits: what is the user's survives them, hooks, ties, buffers, random numbers."""
 
-from __future__ import annotations
-
 import copy
 import io
 import random

@@ -3,8 +3,6 @@
 Over processes the same checks run on every rank before anything is sent: see test_failures_gloo.py.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

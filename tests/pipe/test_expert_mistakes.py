@@ -1,7 +1,5 @@
 """What an expert group does not divide is refused by name, on all members alike."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

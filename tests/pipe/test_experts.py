@@ -1,7 +1,5 @@
 """Expert groups: a pipeline whose members hold different experts makes what one plain process makes of all batches."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

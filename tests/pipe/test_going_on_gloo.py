@@ -1,7 +1,5 @@
 """Processes die in the middle of a step, and the others go on: with the same microbatches and the exact gradient."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Units of an nn.Sequential, and of stages=, that hand tensors to each other past their arguments stay on one stage."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Hooks of modules, tensors and Parameters run as in plain PyTorch, or are refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batches as users bring them: keywords, dicts, batch dimensions, and what they get back; against one plain process."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Mapping

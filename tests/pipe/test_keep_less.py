@@ -1,7 +1,5 @@
 """Activations that are made again instead of kept: gradients, and the bytes that a backward holds, to the byte."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

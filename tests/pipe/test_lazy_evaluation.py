@@ -1,7 +1,5 @@
 """In one process the stages are made for evaluation when the first one comes, and `build()` asks for them at once."""
 
-from __future__ import annotations
-
 import copy
 import re
 import sys

@@ -1,7 +1,5 @@
 """Losses with parameters of their own, which are the last stage's, and those of heads, each on its stage, float64."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from functools import partial

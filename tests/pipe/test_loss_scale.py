@@ -5,8 +5,6 @@ of no other does: an update is skipped by all stages though only one of them saw
 float16: sums in another order are compared in float64, where casts do not make the last bit larger.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path
