@@ -1,5 +1,6 @@
 """Gradients that do not exist, which a loss ignores, and sparse ones: as in one plain process, float64."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.alone import near, train_piped
+from support.alone import near, train_alone, train_piped
 from support.inside import profile_model
 from support.parts import Parts
 from support.plain import batch as plain_batch
@@ -66,25 +67,13 @@ def batch(*firsts: float) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-adamw = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.5)
+decaying = partial(SGD, lr=0.05, weight_decay=0.5)
 
 
 def piped(model: nn.Module, loss_fn: Loss, **options: Any) -> PipelineModule:
     settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": MICROBATCHES, "example_inputs": batch(1)[:1]}
-    settings |= {"loss_fn": loss_fn, "optimizer": adamw, "timeout": 120.0}
+    settings |= {"loss_fn": loss_fn, "optimizer": decaying, "timeout": 120.0}
     return PipelineModule(model, **records(**(settings | options)))
-
-
-def plain_steps(model: Any, loss_fn: Loss, batches: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor | None]]:
-    """Trains; the gradients of each step."""
-    optimizer, found = adamw(model.parameters()), []
-    for x, y in batches:
-        optimizer.zero_grad()
-        for mine, target in zip(x.tensor_split(MICROBATCHES), y.tensor_split(MICROBATCHES), strict=True):
-            (loss_fn(model(mine), target) / MICROBATCHES).backward()
-        found.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
-        optimizer.step()
-    return found
 
 
 BATCHES = [batch(-1, -1, -1, -1), batch(-1, 1, -1, -1), batch(-1, -1, -1, -1), batch(1, 1, -1, 1)]
@@ -101,15 +90,8 @@ FLUSH = [
 @pytest.mark.parametrize("options", FLUSH, ids=str)
 def test_as_in_one_process(options: dict[str, Any], loss_fn: Loss) -> None:
     """Weight decay moves what has a gradient, zero or not: no parameter may have one that has none alone."""
-    plain, model = model_of(), model_of()
-    pipe = piped(model, loss_fn, **options)
-    for step, (given, expected) in enumerate(zip(BATCHES, plain_steps(plain, loss_fn, BATCHES), strict=True)):
-        model.zero_grad()
-        pipe.forward_backward(*given)
-        near({name: p.grad for name, p in pipe.named_parameters()}, expected, where=f"step {step} ")
-        model.zero_grad()
-        pipe.train_step(*given)
-    near(pipe.full_state_dict(), plain.state_dict(), atol=1e-10)
+    wanted = train_alone(model_of(), BATCHES, decaying, loss_fn=loss_fn, parts=MICROBATCHES)
+    near(train_piped(piped(model_of(), loss_fn, **options), BATCHES).state, wanted.state)
 
 
 @pytest.mark.thorough(but=["none"])
@@ -218,11 +200,11 @@ def plain(*, delay: int, max_norm: float | None, steps: int = 4) -> dict[str, Te
     """The weights after some steps of one process; gradients are those at the weights `delay` steps before."""
     model = make_model()
     made = [one for one in optimizers(list(model.named_parameters())) if one is not None]
-    versions: list[dict[str, Tensor]] = []
+    versions: list[nn.Sequential] = []
     for t in range(steps):
-        versions.append({name: p.detach().clone() for name, p in model.named_parameters()})
-        other = make_model()
-        other.load_state_dict(versions[max(t - delay, 0)])
+        versions.append(copy.deepcopy(model).requires_grad_())
+        other = versions[max(t - delay, 0)]
+        other.zero_grad()
         for x, y in zip(X.chunk(4), Y.chunk(4), strict=True):
             (nn.functional.mse_loss(other(x), y) / 4).backward()  # type: ignore[no-untyped-call]
         gradients = [p.grad for p in other.parameters()]
