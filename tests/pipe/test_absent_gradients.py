@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.alone import near, train_alone, train_piped
 from support.inside import profile_model
-from support.parts import Parts
+from support.parts import Backwards, Parts
 from support.plain import batch as plain_batch
 from support.pool import Pool
 from support.records import records
@@ -113,21 +113,9 @@ def test_in_a_stream(recompute: str) -> None:
         assert torch.equal(value, before[name]) == name.startswith(("side", "tied")), name
 
 
-class Stops(torch.autograd.Function):
-    """Hands no gradient on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:  # type: ignore[override]
-        return None
-
-
 class Stopping(Parts, own=lambda: nn.Linear(WIDTH, WIDTH)):
     def forward(self, x: Tensor) -> Tensor:
-        return self.own(Stops.apply(x))
+        return self.own(Backwards.apply(x, lambda gradient: None))
 
 
 def test_an_autograd_function_that_hands_nothing_on() -> None:
@@ -165,8 +153,7 @@ def test_what_certainly_comes_is_not_announced(monkeypatch: pytest.MonkeyPatch) 
         send(self, message, peer, tensors, specs)
 
     monkeypatch.setattr(InProcessTransport, "send", counted)
-    chain = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]).double()
-    piped(chain, F.mse_loss).train_step(*BATCHES[0])
+    piped(nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]).double(), F.mse_loss).train_step(*BATCHES[0])
     assert {(m.kind.value, count) for m, count in sent.items() if m.kind.value == "grad"} == {("grad", 1)}
     sent.clear()
     piped(model_of(), ignoring, mesh={"pipe": 3}, cut=["blocks.1", "tied"]).train_step(*BATCHES[0])
@@ -234,9 +221,7 @@ def plain(*, delay: int, max_norm: float | None, steps: int = 4) -> dict[str, Te
 )
 def test_sparse_gradients_and_their_norm(schedule: Any, delay: int, max_norm: float | None) -> None:
     """Plain PyTorch does not clip them at all. Replicas in one process add up by themselves."""
-    pipe = make(schedule, max_grad_norm=max_norm)
-    found = train_piped(pipe, [(X, Y)] * 4)
-    near(found.state, plain(delay=delay, max_norm=max_norm))
+    near(train_piped(make(schedule, max_grad_norm=max_norm), [(X, Y)] * 4).state, plain(delay=delay, max_norm=max_norm))
 
 
 def test_gradients_of_several_calls_add_up() -> None:
@@ -270,11 +255,7 @@ def test_a_checkpoint(tmp_path: Any) -> None:
 def test_the_profiler_steps_with_sparse_gradients() -> None:
     """As under schedule="auto"; SparseAdam takes no others."""
     options = {"loss_fn": nn.functional.mse_loss, "optimizer": optimizers, "seconds": 0.1}
-    profile = profile_model(make_model(), (X,), target=Y, **options)
-    assert profile.nodes[0].update_seconds > 0
-
-
-# --- sums over ranks ---
+    assert profile_model(make_model(), (X,), target=Y, **options).nodes[0].update_seconds > 0
 
 
 MESSAGE = r"module '0' has sparse gradients, and ranks that hold copies of its weight .* Embedding\(..., sparse=False\)"

@@ -47,15 +47,6 @@ def read(model: Any = None, **options: Any) -> Options:
     return read_options(GivenOptions(model=nn.Linear(4, 4) if model is None else model, **options), {})
 
 
-def test_at_most_19_arguments() -> None:
-    assert len(fields(GivenOptions)) <= 19
-
-
-def test_trials_and_replan_are_those_of_auto() -> None:
-    after = read(schedule=sw.Auto(trials=2, replan="batch"))
-    assert (after.schedule, after.auto.trials, after.auto.replan) == ("auto", 2, "batch")
-
-
 def test_a_name_that_never_was() -> None:
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'scheduler': expected lr_scheduler=$"):
         make(scheduler=None)
@@ -120,8 +111,7 @@ def test_precision_is_autocast_around_every_call() -> None:
 
 
 def test_float16_has_a_loss_scale_of_its_own() -> None:
-    pipe = tiny(precision=torch.float16)
-    assert pipe.train_step(X, Y).skipped is False
+    assert tiny(precision=torch.float16).train_step(X, Y).skipped is False
     with pytest.raises(ValueError, match=r"precision='fp16'"):
         tiny(precision="fp16", optimizer=None).forward_backward(X, Y)
 
@@ -242,9 +232,7 @@ def test_a_gpu_without_a_number_is_the_processs_own(monkeypatch: pytest.MonkeyPa
     assert device_of(model, "cpu") == device_of(model, "cpu:0") == torch.device("cpu")  # as Trainer's over processes
 
 
-def test_who_trains_on_the_cpu_beside_gpus_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_trains_on_the_cpu_beside_gpus_is_told_once(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     gpus(monkeypatch, number=2)
     for device in ("cpu", None, None):
@@ -310,6 +298,7 @@ def test_no_argument_of_the_constructor_is_forgotten() -> None:
     signature = inspect.signature(PipelineModule).parameters
     defaults = {name: parameter.default for name, parameter in signature.items() if name != "unknown"}
     assert [*defaults] == [field.name for field in fields(GivenOptions)]
+    assert len(defaults) <= 19
     given = SimpleNamespace(**defaults | {"model": layers()})
     asked = set[str]()
 
@@ -376,8 +365,7 @@ def test_exported_modules_are_units_and_no_models() -> None:
     )
     unit: Any = whole.module()
     twin = nn.Sequential(copy.deepcopy(unit), nn.Linear(WIDTH, WIDTH))
-    pipe = make(model=copy.deepcopy(twin))
-    assert pipe.forward_backward(small.X, small.Y).loss == pytest.approx(
+    assert make(model=copy.deepcopy(twin)).forward_backward(small.X, small.Y).loss == pytest.approx(
         F.mse_loss(twin(small.X), small.Y).item(), rel=1e-6
     )
     with pytest.raises(ValueError, match=r"the model has hooks .*; of an exported program the model itself"):

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.async_pipeline import make_pipeline, run
-from support.async_reference import UNEVEN, AsyncCase, agree, make_batch, make_model, replay
+from support.async_pipeline import run
+from support.async_reference import UNEVEN, AsyncCase, agree, replay
 from support.grids import one_in
 from support.pool import Pool
-from support.records import records
-from torch import Tensor, nn
+from support.small import make
+from torch import nn
 
-from stagewright import PipelineModule
 from stagewright.schedules import build
 
 OPTIMIZERS = ("sgd", "adamw", "adamw-foreach", "adamw-fused")
@@ -158,46 +157,22 @@ def test_it_equals_one_process(gloo: Pool, case: AsyncCase) -> None:
     agree(gloo.run(run, ranks=case.num_ranks, args=(case,)), case)
 
 
-def losses_as_they_come(case: AsyncCase) -> list[tuple[int | None, float | None]]:
-    """The result of each train_step; nothing is flushed before the end."""
-    pipe = make_pipeline(case, make_model(case))
-    said = []
-    for t, size in enumerate(case.sizes):
-        inputs, target = make_batch(case, t, size)
-        result = pipe.train_step(*inputs, target)
-        said.append((result.loss_step, result.loss))
-    pipe.flush()
-    pipe.close()
-    return said
-
-
-@pytest.mark.thorough
-def test_a_step_leaves_the_pipeline_full(gloo: Pool) -> None:
-    """Rank 0 returns from its first step before the last stage has seen the batch."""
-    case = AsyncCase(task="conv-norm", schedule="pipedream", num_ranks=4, num_microbatches=3)
-    said = gloo.run(losses_as_they_come, ranks=4, args=(case,))
-    assert said[0][0] == (None, None)
-    for rank in said:
-        steps = [-1 if step is None else step for step, _ in rank]
-        assert steps == sorted(steps)
-        assert all(step <= t for t, step in enumerate(steps))
-        assert all(abs(loss - replay(case).losses[step]) < 1e-12 for step, loss in rank if step is not None)
-
-
-def half_square(output: Tensor, target: Tensor) -> Tensor:
-    return 0.5 * (output - target).square().mean()
-
-
-def sgd(rate: float) -> Any:
-    return lambda parameters: torch.optim.SGD(parameters, lr=rate)
-
-
 def scalars(*weights: float) -> nn.Sequential:
     """A chain y = w_n .. w_1 x."""
     model = nn.Sequential(*[nn.Linear(1, 1, bias=False) for _ in weights]).double()
     for layer, weight in zip(model, weights, strict=True):
         nn.init.constant_(layer.weight, weight)
     return model
+
+
+def after_two_batches(model: nn.Module, **options: Any) -> list[float]:
+    options |= {"schedule": build("paci", num_ranks=2, num_microbatches=1), "num_microbatches": None, "cut": ["2"]}
+    options["loss_fn"] = lambda output, target: 0.5 * (output - target).square().mean()
+    pipe = make(model=model, example_inputs=None, **options)
+    for _ in range(2):
+        pipe.train_step(torch.ones(1, 1).double(), torch.zeros(1, 1).double())
+    pipe.flush()
+    return [value.item() for value in pipe.full_state_dict().values()]
 
 
 def test_three_weights_by_hand() -> None:
@@ -210,15 +185,7 @@ def test_three_weights_by_hand() -> None:
     B1    y = 1.2, to stage 0 0.72,           w2 -= 0.1 * 0.72 * 1 (kept) = 1.728,
           w3 -= 0.1 * 2.4 = 0.36              w1 -= 0.1 * 0.72 * 1.8 (new; it was 2) = 0.4704
     """
-    model = scalars(1.0, 2.0, 1.0)
-    schedule = build("paci", num_ranks=2, num_microbatches=1)
-    options: dict[str, Any] = {"loss_fn": half_square, "optimizer": sgd(0.1), "cut": ["2"]}
-    with PipelineModule(model, **records(schedule=schedule, mesh={"pipe": 2}, **options)) as pipe:
-        for _ in range(2):
-            pipe.train_step(torch.ones(1, 1).double(), torch.zeros(1, 1).double())
-        pipe.flush()
-        state = pipe.full_state_dict()
-    assert [value.item() for value in state.values()] == pytest.approx([0.4704, 1.728, 0.36], abs=1e-15)
+    assert after_two_batches(scalars(1.0, 2.0, 1.0)) == pytest.approx([0.4704, 1.728, 0.36], abs=1e-15)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "layer", "full"])
@@ -229,13 +196,7 @@ def test_recomputation_runs_with_the_new_weights(recompute: str) -> None:
     """
     model = scalars(1.0, 2.0, 1.0)
     model = nn.Sequential(nn.Sequential(model[0], nn.Tanh()), model[1], model[2])
-    schedule = build("paci", num_ranks=2, num_microbatches=1)
-    options: dict[str, Any] = {"loss_fn": half_square, "optimizer": sgd(0.1), "cut": ["2"], "recompute": recompute}
-    with PipelineModule(model, **records(schedule=schedule, mesh={"pipe": 2}, **options)) as pipe:
-        for _ in range(2):
-            pipe.train_step(torch.ones(1, 1).double(), torch.zeros(1, 1).double())
-        pipe.flush()
-        found = [value.item() for value in pipe.full_state_dict().values()]
+    found = after_two_batches(model, recompute=recompute)
     a = math.tanh(1.0)
     y = 2.0 * a
     w1, w2, w3 = 1.0 - 0.1 * y * 2.0 * (1 - a**2), 2.0 - 0.1 * y * a, 1.0 - 0.1 * y * 2.0 * a  # behind B0

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.alone import train_alone
 from support.failing import Told, Trip, raise_key_error, told
-from support.parts import Parts
+from support.parts import Does, Parts
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, sgd
 from torch import Tensor, nn
@@ -27,10 +27,7 @@ BATCHES: dict[str, tuple[tuple[Any, ...], str]] = {
         r"no input: DataLoader as the only argument would be the target\. Expected .* in loader: train_step\(\*batch\)",
     ),
     "a batch in a list": (([X, Y],), r"no input: list as the only argument would be the target"),
-    "an input too many": (
-        (X, X, Y),
-        r"2 inputs and a target for a model that was built for 1: expected 1, then the target",
-    ),
+    "two inputs": ((X, X, Y), r"2 inputs and a target for a model that was built for 1: expected 1, then the target"),
     "a sparse input": ((X.to_sparse(), Y), r"input 0 is a sparse tensor: expected a dense one, which can be cut"),
     "a nested input": (
         (torch.nested.as_nested_tensor([X, X], layout=torch.jagged), Y),
@@ -45,10 +42,7 @@ BATCHES: dict[str, tuple[tuple[Any, ...], str]] = {
         r"a batch of 3 samples for 4 microbatches: expected at least one sample each; give larger .* or num_m.*=3",
     ),
     "inputs of other sizes": ((X, X[:4], Y), r"inputs have batch sizes \[8, 4\]: expected the same number of samples"),
-    "target of another size": (
-        (X, Y[:6]),
-        r"a target of 6 samples for inputs of 8: expected the same number in dimension 0",
-    ),
+    "fewer targets": ((X, Y[:6]), r"a target of 6 samples for inputs of 8: expected the same number in dimension 0"),
     "a list": (([1.0, 2.0], Y), r"input 0 is list: expected a tensor"),
     "a scalar": ((torch.tensor(1.0), Y), r"input 0 is a tensor without dimensions: expected a tensor with the batch"),
     "another type": (
@@ -119,7 +113,6 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
         lambda output, target: (output.sum(), 0),
         r"loss_fn's counts of step 0 add up to 0\.0: expected something to average over",
     ),
-    "a count of nan": (lambda output, target: (output.sum(), float("nan")), r"counts of step 0 add up to nan"),
 }
 
 
@@ -189,16 +182,12 @@ def test_an_exception_in_a_stage_comes_through_and_the_pipe_goes_on() -> None:
 
 BAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "float64": ((X.double(), Y), r"stage 0 cannot take .* addmm of torch\.float32 and torch\.float64, which takes one"),
-    "integers": (
-        (X.long(), Y),
-        r"stage 0 cannot take .* addmm of torch\.float32 and torch\.int64, which takes one type",
-    ),
+    "ints": ((X.long(), Y), r"stage 0 cannot take .* addmm of torch\.float32 and torch\.int64, which takes one type"),
     "another width": (
         (X[:, :5], Y),
         r"(stage 0 cannot take|inputs that it takes \(given:) \(\(2, 5\) torch\.float32\)",
     ),
     "an input too many": ((X, X, Y), r"stage 0 cannot take .* takes 2 positional|forward\(x.* not take 2"),
-    "few samples": ((X[:3], Y[:3]), r"a batch of 3 samples for 4 microbatches"),
     "a target of another width": ((X, Y[:, :5]), r"Using a target size \(torch\.Size\(\[2, 5\]\)\)"),
     "a target that is none": ((X, "words"), r"'str' object has no attribute 'size'"),
     "numbers that are none": ((X / 0.0, Y), r"the loss of step 0, microbatch 0 is nan"),
@@ -217,7 +206,7 @@ def plain_losses(kind: type[nn.Module] | None) -> list[float]:
     return train_alone(layers() if kind is None else kind(), [(X, Y)] * 3, sgd).losses
 
 
-@pytest.mark.thorough(but=["integers-None"])
+@pytest.mark.thorough(but=["ints-None"])
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, None) for name in BAD), *((name, Gate) for name in ("float64", "another width"))]
 )
@@ -270,11 +259,7 @@ def test_what_real_tensors_refuse_is_refused_before_anything_runs(first: nn.Modu
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norms_take_reduced_inputs_beside_float32_weights(dtype: torch.dtype) -> None:
-    class Widened(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.float()
-
-    model = nn.Sequential(nn.LayerNorm(WIDTH), Widened(), *layers(2))
+    model = nn.Sequential(nn.LayerNorm(WIDTH), Does(Tensor.float), *layers(2))
     expected = model(X.to(dtype))
     torch.testing.assert_close(make(model=model, example_inputs=(X.to(dtype),)).predict(X.to(dtype)), expected)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.failing import refusal
 from support.inside import clip_factor
-from support.parts import GIVEN, Parts
+from support.parts import GIVEN, Backwards, Parts
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, stream
 from torch import Tensor, nn
@@ -18,28 +18,15 @@ from torch import Tensor, nn
 # --- a norm that is no number ---
 
 
-class Poison(torch.autograd.Function):
-    """The value as it is, and a gradient that is no number."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * math.nan
-
-
 class Poisoned(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return Poison.apply(super().forward(x))  # type: ignore[no-any-return]
+        return Backwards.apply(super().forward(x), lambda gradient: gradient * math.nan)
 
 
 @pytest.mark.parametrize("begin", [make, stream])
 def test_a_norm_that_is_no_number_makes_every_gradient_one(begin: Callable[..., Any]) -> None:
     """As torch.nn.utils.clip_grad_norm_; the stage behind the poisoned layer has finite gradients."""
-    model = nn.Sequential(Poisoned(WIDTH, WIDTH), *layers(5))
-    pipe = begin(model=model, max_grad_norm=1.0)
+    pipe = begin(model=nn.Sequential(Poisoned(WIDTH, WIDTH), *layers(5)), max_grad_norm=1.0)
     pipe.train_step(X, Y)
     pipe.flush()
     assert all(value.isnan().all() for value in pipe.full_state_dict().values())
@@ -119,10 +106,6 @@ class Whole(Parts, inner=GIVEN):
         return self.inner(x)
 
 
-def _loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
-    return output["first"].mean()
-
-
 @pytest.mark.thorough(but=["1-False"])
 @pytest.mark.filterwarnings("ignore:output 5 of the model has the batch on two axes")
 @pytest.mark.parametrize("traced", [False, True])
@@ -130,7 +113,7 @@ def _loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
 def test_outputs_are_joined_where_the_batch_is(traced: bool, size: int) -> None:
     chain = nn.Sequential(*layers(3), Odd())
     model = Whole(chain) if traced else chain
-    pipe = make(model=model, loss_fn=_loss)
+    pipe = make(model=model, loss_fn=lambda output, target: output["first"].mean())
     x = torch.randn(size, WIDTH)
     found: Any = pipe.eval_step(x, torch.zeros(size)).output
     with torch.no_grad():
@@ -205,9 +188,7 @@ def _new_data(p: Tensor) -> None:
 @pytest.mark.parametrize("edit", [_in_place, _data, _new_data])
 @pytest.mark.parametrize("which", ["all", "table"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_edit_of_a_tied_weight_reaches_all_that_hold_it(
-    edit: Callable[[Tensor], None], which: str, num_ranks: int
-) -> None:
+def test_an_edit_of_a_tied_weight_reaches_all_that_hold_it(edit: Any, which: str, num_ranks: int) -> None:
     """2bw over two ranks of one process: the second one holds a copy."""
     torch.manual_seed(0)
     model = Tied()
@@ -233,14 +214,19 @@ def test_an_edit_of_a_tied_weight_reaches_all_that_hold_it(
     assert all(torch.equal(own, held[0]) for own in held)
 
 
-@pytest.mark.parametrize("edit", [_in_place, _data, _new_data])
+def _freeze(p: Tensor) -> None:
+    p.requires_grad_(False)
+
+
+@pytest.mark.parametrize("edit", [_in_place, _data, _new_data, _freeze])
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
 def test_edits_are_refused_under_way_until_a_flush(edit: Callable[[Tensor], None], schedule: str) -> None:
     pipe = stream(schedule)
     pipe.train_step(X, Y)
     with torch.no_grad():
         edit(pipe.parameters()[3])
-    with pytest.raises(ValueError, match=r"parameter '1.bias' was changed while batches 0 to 0 .* expected flush\(\)"):
+    what = "requires_grad of parameter" if edit is _freeze else "parameter"
+    with pytest.raises(ValueError, match=rf"^{what} '1.bias' was changed while batches 0 to 0 .* expected flush\(\)"):
         pipe.train_step(X, Y)
     pipe.flush()
     pipe.train_step(X, Y)

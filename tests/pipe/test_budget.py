@@ -157,7 +157,6 @@ def test_the_first_stage_runs_again_what_it_must_and_the_last_does_not(monkeypat
     pipe = blocks({"memory_budget": f"{budget}B"})
     assert "as the first batch to train on decides" in (pipe.build(*x_y), pipe.explain())[1]
     assert all(torch.equal(one, other) for one, other in zip(gradients(pipe, *x_y), wanted, strict=True))
-    print(pipe.explain())
     first, last = pipe.explain().split("\nstage 1")
     assert first.count("runs again  ") == 2  # of three blocks
     assert "nothing runs again" in last
@@ -220,8 +219,7 @@ def test_a_larger_batch_is_decided_on_anew(monkeypatch: pytest.MonkeyPatch) -> N
     assert "runs again  " not in pipe.explain()
     assert all(map(torch.equal, gradients(pipe, *x_y), wanted[1]))
     assert "runs again  " in pipe.explain()
-    found = measured(pipe, *x_y)
-    assert max(found.values()) <= budget
+    assert max(measured(pipe, *x_y).values()) <= budget
     for each in (half, x_y, half):
         pipe.train_step(*each)
     pipe.train_step(microbatches=uneven)
@@ -298,8 +296,7 @@ def by_budget(recompute: Any) -> tuple[str, int, list[Tensor]]:
 
 @pytest.mark.thorough
 def test_processes_choose_for_their_own_stages(gloo: Pool) -> None:
-    found = gloo.run(by_budget, ranks=2, args=({"memory_budget": "3.6MB"},))
-    (text, first, own), (same, last, others) = found
+    (text, first, own), (same, last, others) = gloo.run(by_budget, ranks=2, args=({"memory_budget": "3.6MB"},))
     assert text == same
     assert "runs again" in text.split("\nstage 1")[0]
     predicted = [float(each) * 1e6 for each in re.findall(r"([\d.]+) MB at the most", text)]
@@ -353,14 +350,8 @@ def test_measuring_larger_microbatches_leaves_no_gradient_in_a_learned_loss(rank
     torch.manual_seed(0)
     model, loss = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double(), LearnedLoss()
     plain, plain_loss = copy.deepcopy((model, loss))
-    pipe = PipelineModule(
-        model,
-        loss_fn=loss,
-        mesh={"pipe": ranks},
-        num_microbatches=1,
-        optimizer=torch.optim.AdamW,
-        recompute={"memory_budget": "1GiB"},
-    )
+    options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "recompute": {"memory_budget": "1GiB"}}
+    pipe = make(model=model, loss_fn=loss, mesh={"pipe": ranks}, num_microbatches=1, example_inputs=None, **options)
     optimizer = torch.optim.AdamW([*plain.parameters(), *plain_loss.parameters()])
     for samples in (1, 2, 2, 3):
         x, y = torch.randn(samples, 4).double(), torch.randn(samples, 4).double()

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import random
-import sys
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
@@ -41,54 +40,37 @@ def train(pipe: PipelineModule, steps: range) -> list[float]:
     return [pipe.train_step(*batch(step)).loss for step in steps]
 
 
-def test_the_place_in_the_data_goes_along(tmp_path: Path) -> None:
+def test_the_place_in_the_data_goes_to_other_batches_and_to_no_other_order(tmp_path: Path) -> None:
     data = TensorDataset(*(torch.cat(parts) for parts in zip(*(batch(step) for step in range(4)), strict=True)))
-
-    def epochs(pipe: PipelineModule, loader: ReplicaLoader, steps: int) -> list[float]:
-        batches = (each for _ in range(9) for each in loader)
-        return [pipe.train_step(*each).loss for each in itertools.islice(batches, steps)]
-
     pipe = make("1f1b", 2)
     loader = pipe.loader(data, batch_size=8)
-    epochs(pipe, loader, 6)  # the second epoch's middle
+    for each in itertools.islice(itertools.chain(loader, loader), 6):  # to the second epoch's middle
+        pipe.train_step(*each)
     pipe.save(tmp_path / "c", loader=loader)
-    expected = epochs(pipe, loader, 4)
-    other = make("gpipe", 2)
-    again = other.loader(data, batch_size=8)
-    other.load(tmp_path / "c", loader=again)
-    assert (other.num_steps, again.state_dict()["epoch"]) == (6, 1)
-    assert epochs(other, again, 4) == expected
-
     with pytest.warns(UserWarning, match=r"'epoch': 1.*was not loaded.*pipe.load\(folder, loader=loader\)"):
-        other.load(tmp_path / "c")
-    smaller = other.loader(data, batch_size=4)
-    other.load(tmp_path / "c", loader=smaller)  # in other batches
-    assert smaller.state_dict() == {**again.state_dict(), "epoch": 1, "position": 16}
+        pipe.load(tmp_path / "c")
+    smaller = pipe.loader(data, batch_size=4)
+    pipe.load(tmp_path / "c", loader=smaller)
+    assert smaller.state_dict() == {**loader.state_dict(), "epoch": 1, "position": 16}
     assert len(list(smaller)) == 4
     with pytest.raises(ValueError, match="shuffle=True, and this run has False: expected the same dataset"):
-        other.load(tmp_path / "c", loader=other.loader(data, batch_size=4, shuffle=False))
+        pipe.load(tmp_path / "c", loader=pipe.loader(data, batch_size=4, shuffle=False))
     pipe.save(tmp_path / "without")
     with pytest.raises(ValueError, match=r"no position of a data loader: expected one from pipe.save\(..., loader=\)"):
-        other.load(tmp_path / "without", loader=again)
+        pipe.load(tmp_path / "without", loader=loader)
 
 
 # --- what is refused ---
 
 
 def saved(folder: Path, steps: int = 1, schedule: str = "1f1b") -> Path:
-    """The folder of a checkpoint after so many steps, inside `folder`."""
     pipe = make(schedule, 2)
     train(pipe, range(steps))
     pipe.save(folder)
-    return newest(folder)
-
-
-def newest(folder: Path) -> Path:
     return folder / (folder / "latest").read_text()
 
 
 def state_of(pipe: PipelineModule) -> list[torch.Tensor]:
-    """All tensors that a checkpoint would change."""
     states = [value for optimizer in pipe.optimizers for state in optimizer.state.values() for value in state.values()]
     return [tensor.clone() for tensor in [*pipe.full_state_dict().values(), *states]]
 
@@ -152,13 +134,11 @@ def test_a_manifest_that_cannot_be_is_refused(tmp_path: Path) -> None:
         ({"more": 1}, "it has the fields .*'more'"),
         ({"kind": "other"}, "kind='other': expected one of training, weights"),
         (in_file("../process-0.safetensors"), r"file '\.\./process-0\.safetensors': expected the plain name"),
-        (in_file("/etc/passwd.safetensors"), "file '/etc/passwd.safetensors': expected the plain name"),
         (in_file("stage.pt"), "expected the plain name of a .safetensors file"),
         ({"files": {}}, "which is not among the files"),
         (tensor(), "'model/0.weight' has no pieces"),
         (tensor(top), r"pieces of 18 elements in all: expected 36"),
         (tensor(top, top), "some of which overlap"),
-        (tensor(top, bottom, top), "pieces of 54 elements in all, some of which overlap"),
         (tensor(top, [file, entry, [4, 0], [3, 6], sha256]), r"has a piece at \(4, 0\) of \(3, 6\)"),
         (tensor(["other.safetensors", entry, start, sizes, sha256]), "in 'other.safetensors', which is not among"),
         (tensor([file, entry, start, sizes, "x"]), "a piece without a hash"),
@@ -194,11 +174,10 @@ def test_odd_values_anywhere_in_a_manifest_are_refused_by_its_name(tmp_path: Pat
     samples = TensorDataset(torch.randn(32, 6).double(), torch.randn(32, 3).double())
 
     def trained(schedule: str) -> tuple[PipelineModule, ReplicaLoader]:
-        scaler = None if schedule == "2bw" else torch.amp.GradScaler("cpu", init_scale=8.0)
         pipe = plain(
             nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)),
             schedule=schedule,
-            grad_scaler=scaler,
+            grad_scaler=None if schedule == "2bw" else torch.amp.GradScaler("cpu", init_scale=8.0),
             optimizer=adamw,
             lr_scheduler=halved,
         )
@@ -246,7 +225,6 @@ def test_what_would_never_end_is_not_read(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.thorough
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
-    """Bits over the whole file, header and elements."""
     path = saved(tmp_path / "c") / "process-0.safetensors"
     whole = path.read_bytes()
     pipe = make("1f1b", 2)
@@ -305,12 +283,8 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     plain(named).save(tmp_path / "named")
     with pytest.raises(ValueError, match=r"has \['first.weight', .*; its 'first.weight' looks like 'frist.weight'"):
         plain(other).load(tmp_path / "named")
-
-
-def test_a_checkpoint_without_optimizer_is_told(tmp_path: Path) -> None:
-    """To go on with a new one in silence would be another training."""
-    pipe = make("1f1b", 2)
-    plain(pipe._building.options.model).save(tmp_path / "c")  # type: ignore[arg-type]
+    plain(make("1f1b", 2)._building.options.model).save(tmp_path / "c")  # type: ignore[arg-type]
+    # To go on with a new optimizer in silence would be another training.
     refused(tmp_path / "c", r"has no optimizer state of \['0.bias', .*: expected one saved with an optimizer")
 
 
@@ -333,67 +307,3 @@ def test_loading_executes_no_code(tmp_path: Path) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     rewrite(place, files={files: [path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()]})
     refused(tmp_path / "c", r"process-0\.safetensors cannot be read: .*header")
-
-
-# --- a save that is cut off ---
-
-
-class Cut(BaseException):
-    """As if the process had been killed here."""
-
-
-CUT_AT: list[int] = []  # file operations until the cut; empty: none
-WRITTEN: set[str] = set()  # names of files that were opened for writing
-
-
-def _count_down(event: str, arguments: tuple[object, ...]) -> None:
-    if CUT_AT and event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"):
-        CUT_AT[0] -= 1
-        if event == "open" and set("wx") & set(str(arguments[1])):
-            WRITTEN.add(Path(str(arguments[0])).name)
-        if CUT_AT[0] < 0:
-            raise Cut
-
-
-sys.addaudithook(_count_down)
-
-
-@pytest.mark.thorough
-def test_a_save_that_is_cut_off_anywhere_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    """Before each of a save's file operations in turn, until one save goes through."""
-    pipe, other = make("1f1b", 2), make("1f1b", 2)
-    train(pipe, range(1))
-    pipe.save(tmp_path)
-    pipe.save(tmp_path)  # so that there is an older one to remove
-    last = state_of(pipe)
-    cuts = 0
-    while True:
-        train(pipe, range(1))
-        CUT_AT[:] = [cuts]
-        try:
-            pipe.save(tmp_path)
-            break
-        except Cut:
-            cuts += 1
-        finally:
-            CUT_AT.clear()
-        other.load(tmp_path)
-        found = state_of(other)
-        if not all(map(torch.equal, found, last)):
-            last = state_of(pipe)  # cut off behind the switch
-            assert all(map(torch.equal, found, last))
-    other.load(tmp_path)
-    assert all(map(torch.equal, state_of(other), state_of(pipe)))
-    assert cuts > 10
-    assert "latest" not in WRITTEN  # else it is empty for a moment; it is renamed into its place
-    assert "latest.partial" in WRITTEN
-    assert len(list(tmp_path.glob("step-*"))) == 2  # the newest and the one before; no leftovers
-
-
-def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    pipe = make("1f1b", 2)
-    with pytest.raises(ValueError, match=r"file is a file: expected a folder"):
-        pipe.save(tmp_path / "file")
-    assert (tmp_path / "file").read_text() == "mine"
-    pipe.save(tmp_path / "new")

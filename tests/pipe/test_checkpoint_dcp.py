@@ -152,8 +152,6 @@ def test_fsdp_and_a_plain_process_go_on_from_what_a_pipeline_saved(gloo: Pool, t
 
 
 class Evil:
-    """A pickle that would make a file."""
-
     def __init__(self, file: Path) -> None:
         self.file = file
 
@@ -185,7 +183,6 @@ def mark(folder: Path) -> Evil:
 
 
 def written(data: bytes) -> Callable[[Path], object]:
-    """In place of .metadata."""
     return lambda folder: (folder / ".metadata").write_bytes(data)
 
 
@@ -214,7 +211,6 @@ def chunk_of(folder: Path, name: str, data: bytes, **more: Any) -> None:
 
 
 def archive(pickled: bytes, folder: Path) -> bytes:
-    """As torch writes it, with this pickle."""
     writer = torch._C.PyTorchFileWriter(str(folder / "made"))
     writer.write_record("data.pkl", pickled, len(pickled))
     writer.write_end_of_file()
@@ -293,10 +289,6 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: rewrite(folder, mark(folder)),
         "names pathlib.Path.touch|names builtins.getattr|names pathlib.Path, which is not one of DCP's records",
     ),
-    "evil_within": (
-        edited(lambda content, folder: setattr(content.storage_meta, "load_id", mark(folder))),
-        "which is not one of DCP's records and might run code",
-    ),
     # Changing a class that a pickle may name: found.chunks = None, and torch's own must stay as they are.
     "evil_class": (written(RECORD + b"Metadata\n(N}S'storage_data'\nI5\nstb."), "cannot be read as a folder"),
     # Changing a member of torch's own enum, for the whole process.
@@ -324,16 +316,12 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         "has no optimizer: expected one next to 'model'",
     ),
     "by_numbers": (by_numbers, "of torch.distributed.checkpoint.state_dict.get_state_dict"),
-    "nested_model": (
-        lambda folder: saved({"model": {"a": {"b": torch.ones(1)}}}, folder),
-        "expected a model's state_dict",
-    ),
+    "nested": (lambda folder: saved({"model": {"a": {"b": torch.ones(1)}}}, folder), "expected a model's state_dict"),
     # A thousand times its size in memory, before it was refused.
-    "deflated": (
-        lambda folder: chunk_of(folder, NAMED, ended(*packed(folder / "made", bytes(10**6), ZIP_DEFLATED))),
+    "two_lists": (
+        two_lists,
         "it is compressed, or damaged: expected a file of torch.save, which unpacks to its own size",
     ),
-    "two_lists": (two_lists, "it is compressed, or damaged"),
     "bytes_of_any_number": (
         value_of(b"\x80\x02c__builtin__\nbytearray\nq\x00J\x00\x00\x00\x10\x85R."),
         "it has a bytearray, which checkpoints never have",
@@ -388,9 +376,7 @@ def test_what_is_no_folder_of_dcp_is_refused_and_runs_no_code(name: str, folder:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_folder_of_dcp_for_another_model_or_optimizer_is_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_dcp_for_another_model_or_optimizer_is_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
     stagewright.import_checkpoint(folder, tmp_path / "c", optimizer=True)
     for options, message in [
         ({"optimizer": torch.optim.Adam}, "under an optimizer with .*and Adam has"),

@@ -34,7 +34,6 @@ def make(
 
 
 def train(pipe: PipelineModule, steps: range) -> list[float | None]:
-    """Losses of these steps, by step."""
     results = [pipe.train_step(*batch(step)) for step in steps]
     told = {result.loss_step: result.loss for result in (*results, *pipe.flush())}
     return [told[step] for step in steps]
@@ -51,7 +50,6 @@ def groups(parameters: Named) -> list[Optimizer | None]:
 
 
 def peaks(optimizer: Optimizer) -> list[float]:
-    """A figure a group."""
     return [3 * group["lr"] for group in optimizer.param_groups]
 
 
@@ -126,10 +124,10 @@ def test_delay_correction_that_was_not_saved_is_told_of(tmp_path: Path) -> None:
 adamw = partial(AdamW, lr=1e-2)
 
 
-def decays(parameters: list[nn.Parameter]) -> Optimizer:
-    """No decay on what has one dimension."""
-    matrices, flat = ([p for p in parameters if (p.ndim == 2) is wanted] for wanted in (True, False))
-    return AdamW([{"params": matrices}, {"params": flat, "weight_decay": 0.0}], lr=1e-2)
+@stagewright.named
+def decayed(parameters: Named) -> Optimizer:
+    matrices, rest = ([p for _, p in parameters if (p.ndim > 1) is is_matrix] for is_matrix in (True, False))
+    return AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
 
 
 OTHERS: dict[str, tuple[Any, Any, Any, Any, str]] = {
@@ -142,11 +140,11 @@ OTHERS: dict[str, tuple[Any, Any, Any, Any, str]] = {
         r"has '0.weight' under the schedule StepLR, and it is under LambdaLR now: expected the same lr_scheduler=",
     ),
     "joined groups": (
-        decays, None, adamw, None,
-        r"weight_decay=0.0 for '0.bias' and weight_decay=0.01 for '0.weight', which are in one parameter group now",
+        decayed, None, adamw, None,
+        r"weight_decay=0.0 for '0.bias' and weight_decay=0.1 for '0.weight', which are in one parameter group now",
     ),
     "divided groups": (
-        adamw, None, decays, None,
+        adamw, None, decayed, None,
         r"has '0.bias' and '0.weight' in one parameter group, and they are in groups with different options now",
     ),
 }  # fmt: skip
@@ -195,19 +193,12 @@ def unfrozen(count: int) -> nn.Sequential:
     return model
 
 
-def decayed(parameters: Named) -> Optimizer:
-    matrices, rest = ([p for _, p in parameters if (p.ndim > 1) is is_matrix] for is_matrix in (True, False))
-    return AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
-
-
 @pytest.mark.parametrize(("schedule", "ranks", "builds"), [("1f1b", 2, True), ("1f1b", 3, False), ("2bw", 2, True)])
-def test_what_was_frozen_begins_with_fresh_state_beside_what_was_not(
-    schedule: str, ranks: int, builds: bool, tmp_path: Path
-) -> None:
+def test_what_was_frozen_begins_with_fresh_state(schedule: str, ranks: int, builds: bool, tmp_path: Path) -> None:
     """A checkpoint with fewer parameters that learn was refused, whatever one typed."""
 
     def pipe_of(count: int, schedule: str, **options: Any) -> PipelineModule:
-        settings = {"loss_fn": nn.functional.mse_loss, "num_microbatches": 4, "optimizer": stagewright.named(decayed)}
+        settings = {"loss_fn": nn.functional.mse_loss, "num_microbatches": 4, "optimizer": decayed}
         halving = lambda o: lr.ExponentialLR(o, 0.5)  # noqa: E731
         return PipelineModule(
             unfrozen(count), **records(schedule=schedule, lr_scheduler=halving, **settings, **options)

@@ -171,9 +171,7 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int, int]]]:
 
 @pytest.mark.thorough
 @given(cuts())
-def test_a_share_is_the_slice_and_all_shares_are_the_tensor(
-    case: tuple[tuple[int, ...], list[tuple[int, int, int]]],
-) -> None:
+def test_a_share_is_the_slice_and_all_shares_are_the_tensor(case: Any) -> None:
     shape, steps = case
     full = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
     shards = [(Shard.whole(shape), full)]
@@ -212,8 +210,6 @@ def test_mistakes_are_named() -> None:
 
 
 class Counting(nn.Linear):
-    """Keeps how often it has run in training."""
-
     def __init__(self, as_tensor: bool) -> None:
         super().__init__(6, 6)
         self.as_tensor, self.count = as_tensor, 0
@@ -252,10 +248,6 @@ def nests(state: dict[str, Any], prefix: str) -> None:
     state[f"{prefix}made"] = {"by": "hand", "of": torch.ones(2)}
 
 
-def dropped(state: dict[str, Any], prefix: str) -> None:
-    state.pop(f"{prefix}made", None)
-
-
 def hooked(save: Callable[..., None], load: Callable[..., None]) -> nn.Module:
     module = nn.Linear(6, 6)
     module._register_state_dict_hook(lambda _, state, prefix, *rest: save(state, prefix))
@@ -269,7 +261,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "extra tensor": lambda: Counting(as_tensor=True),
     "renames": lambda: hooked(renames, named_back),
     "fuses": lambda: hooked(fuses, parted),
-    "nests": lambda: hooked(nests, dropped),
+    "nests": lambda: hooked(nests, lambda state, prefix: state.pop(f"{prefix}made", None)),
 }
 
 
@@ -340,8 +332,7 @@ class _Caster(Parts, router=lambda: nn.Linear(4, 4), seen=lambda: torch.zeros(1)
         self.router.to(torch.float32)
         if len(self.seen) == 1:
             self.seen = torch.full((3,), 7.0)
-        routed: torch.Tensor = self.router(x.float())
-        return x + routed.to(x.dtype)
+        return x + self.router(x.float()).to(x.dtype)
 
 
 def _model() -> nn.Sequential:
@@ -355,8 +346,7 @@ def _pipeline(**mesh: Any) -> PipelineModule:
 
 
 def _batch(replicas: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2, 8, 4, generator=generator, dtype=torch.float64)
+    x = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return x[0].repeat(replicas, 1), x[1].repeat(replicas, 1)
 
 

@@ -1,8 +1,6 @@
 """Checkpoints and plain models: out of one into the other, with tied weights and optimizers, without a pipeline."""
 
 import json
-from collections import OrderedDict
-from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,41 +20,71 @@ from torch import Tensor, nn
 import stagewright
 from stagewright.pipe import PipelineModule
 
+WIDTH, WORDS, LENGTH, BATCH, M = 8, 12, 4, 16, 4
 
-def tied() -> nn.Sequential:
-    """A model of tied weights, with a buffer, numbers of several types, and one that is complex."""
-    model = nn.Sequential(OrderedDict(embed=nn.Embedding(9, 6), inner=nn.Linear(6, 6), norm=nn.BatchNorm1d(6)))
-    model.add_module("head", nn.Linear(6, 9, bias=False))
-    model.head.weight = model.embed.weight
-    model.inner.register_buffer("phase", torch.tensor([1.0 + 2.0j, 3.0]))
-    model.inner.register_buffer("brief", torch.tensor([1.5, 2.5], dtype=torch.bfloat16))
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Tied weights, a frozen weight, one that no forward uses, one without elements, scalars, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused, self.empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 2))
+        self.blocks[1].up.bias.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make_model(seed: int = 0) -> Model:
+    """In float64, and with numbers of two more types."""
+    torch.manual_seed(seed)
+    model = Model().double()
+    model.register_buffer("phase", torch.tensor([1.0 + 2.0j, 3.0]))
+    model.register_buffer("brief", torch.tensor([1.5, 2.5], dtype=torch.bfloat16))
     return model
 
 
-def model(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return tied()
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    parameters = list(parameters)
-    flat, rest = ([p for p in parameters if (p.ndim < 2) is is_flat] for is_flat in (True, False))
-    return torch.optim.AdamW([{"params": rest}, {"params": flat, "weight_decay": 0.0}], lr=1e-2, betas=(0.8, 0.9))
-
-
-def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.2], total_steps=30)
-
-
-def make(plain: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 1, "lr_scheduler": schedule_of}
-    settings |= {"loss_fn": nn.functional.cross_entropy, "optimizer": adamw, "example_inputs": batch(0)[:1]}
-    return PipelineModule(plain, **records(**(settings | options)))
-
-
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return torch.randint(0, 9, (8,), generator=generator), torch.randint(0, 9, (8,), generator=generator)
+    x, y = (torch.randint(0, WORDS, (BATCH, LENGTH), generator=generator) for _ in range(2))
+    return x, y
+
+
+@stagewright.named
+def adamw(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    flat, rest = ([p for _, p in parameters if (p.ndim < 2) is is_flat] for is_flat in (True, False))
+    return torch.optim.AdamW([{"params": rest}, {"params": flat, "weight_decay": 0.0, "betas": (0.8, 0.9)}], lr=1e-2)
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
+
+
+def make(model: nn.Module, **options: Any) -> PipelineModule:
+    settings: dict[str, Any] = {"num_microbatches": M, "loss_fn": token_loss, "optimizer": adamw, "timeout": 120.0}
+    settings |= {"lr_scheduler": schedule_of, "example_inputs": (torch.zeros(BATCH, LENGTH, dtype=torch.long),)}
+    return PipelineModule(model, **records(**(settings | options)))
+
+
+TWO: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 1}
 
 
 def equal(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -64,19 +92,19 @@ def equal(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> boo
 
 
 def test_a_plain_model_loads_what_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pipe = make(model())
+    pipe = make(make_model(), **TWO)
     for step in range(2):
         pipe.train_step(*batch(step))
     pipe.save(tmp_path / "c")
     state = pipe.full_state_dict()
     found = stagewright.read_checkpoint(tmp_path / "c")
     assert equal(found, state)
-    assert list(found) == list(model().state_dict())
+    assert list(found) == list(make_model().state_dict())
     assert found["head.weight"] is found["embed.weight"]
     for name in ("model.safetensors", "model.pt"):
         assert main(["export", str(tmp_path / "c"), "-o", str(tmp_path / name), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["bytes"] == (tmp_path / name).stat().st_size
-    plain = model(1)
+    plain = make_model(1)
     plain.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
     assert equal(plain.state_dict(), state)
     plain.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
@@ -86,22 +114,22 @@ def test_a_plain_model_loads_what_is_exported(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_plain_loop_goes_on_from_an_exported_checkpoint(tmp_path: Path) -> None:
     """Optimizer and schedule too: equal to the pipeline, which is equal to the last bit at one microbatch."""
-    pipe = make(model())
+    pipe = make(make_model(), **TWO)
     for step in range(3):
         pipe.train_step(*batch(step))
     pipe.save(tmp_path / "c")
     assert main(["export", str(tmp_path / "c"), "-o", str(tmp_path / "all.pt"), "--optimizer"]) == 0
     saved = torch.load(tmp_path / "all.pt", weights_only=True)
     assert saved["step"] == 3
-    plain = model(1)
+    plain = make_model(1)
     plain.load_state_dict(saved["model"])
-    optimizer = adamw(plain.parameters())
+    optimizer = adamw([(name, p) for name, p in plain.named_parameters() if p.requires_grad])
     scheduler = schedule_of(optimizer)
     optimizer.load_state_dict(saved["optimizers"][0])
     scheduler.load_state_dict(saved["schedulers"][0])
     for step in range(3, 6):
         x, y = batch(step)
-        loss = nn.functional.cross_entropy(plain(x), y)
+        loss = token_loss(plain(x), y)
         loss.backward()
         optimizer.step()
         scheduler.step()
@@ -131,19 +159,17 @@ def without_tied(state: dict[str, torch.Tensor], path: Path) -> Path:
     [(to_safetensors, "m.safetensors"), (to_torch, "m.pt"), (without_tied, "m.safetensors")],
     ids=["safetensors", "torch", "without tied"],
 )
-def test_a_pipeline_begins_with_plain_weights(
-    write: Callable[[dict[str, torch.Tensor], Path], Path], name: str, tmp_path: Path
-) -> None:
-    plain = model(5)
+def test_a_pipeline_begins_with_plain_weights(write: Any, name: str, tmp_path: Path) -> None:
+    plain = make_model(5)
     file = write(plain.state_dict(), tmp_path / name)
     assert main(["export", str(file), "--to-checkpoint", str(tmp_path / "c")]) == 0
-    pipe = make(model())
+    pipe = make(make_model(), **TWO)
     pipe.train_step(*batch(0))
     pipe.load(tmp_path / "c")
     assert pipe.num_steps == 0
     assert equal(pipe.full_state_dict(), plain.state_dict())
-    fresh = make(model(5))
-    pipe = make(model())
+    fresh = make(make_model(5), **TWO)
+    pipe = make(make_model(), **TWO)
     pipe.load(tmp_path / "c")
     assert [pipe.train_step(*batch(s)).loss for s in range(2)] == [fresh.train_step(*batch(s)).loss for s in range(2)]
     stagewright.import_checkpoint(plain.state_dict(), tmp_path / "again")
@@ -151,12 +177,12 @@ def test_a_pipeline_begins_with_plain_weights(
 
 
 def test_weights_that_are_tied_here_and_differ_there_are_refused(tmp_path: Path) -> None:
-    state = dict(model().state_dict())
+    state = dict(make_model().state_dict())
     state["head.weight"] = state["head.weight"] + 1
     stagewright.import_checkpoint(state, tmp_path / "c")
     message = r"different tensors for \['embed.weight', 'head.weight'\], which are one tensor"
     with pytest.raises(ValueError, match=message):
-        make(model()).load(tmp_path / "c")
+        make(make_model(), **TWO).load(tmp_path / "c")
 
 
 def test_what_shares_memory_and_is_another_tensor_is_not_tied(tmp_path: Path) -> None:
@@ -168,7 +194,7 @@ def test_what_shares_memory_and_is_another_tensor_is_not_tied(tmp_path: Path) ->
 
 
 def test_what_cannot_be_exported_or_imported_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make(model()).save(tmp_path / "c")
+    make(make_model(), **TWO).save(tmp_path / "c")
     (tmp_path / "bad.pt").write_bytes(b"no")
     (tmp_path / "bad.safetensors").write_bytes(b"no")
     torch.save([1, 2], tmp_path / "list.pt")
@@ -192,75 +218,6 @@ def test_what_cannot_be_exported_or_imported_is_told(tmp_path: Path, capsys: pyt
         assert main(["export", *words]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
-
-
-WIDTH, WORDS, LENGTH, BATCH, M = 8, 12, 4, 16, 4
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
-        return out
-
-
-class Model(nn.Module):
-    """Tied weights, a frozen weight, one that no forward uses, one without elements, scalars, buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.embed.weight
-        self.unused, self.empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 2))
-        self.blocks[1].up.bias.requires_grad_(False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(x)
-        return out
-
-
-def make_model() -> Model:
-    torch.manual_seed(0)
-    return Model().double()
-
-
-def mesh_batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    x, y = (torch.randint(0, WORDS, (BATCH, LENGTH), generator=generator) for _ in range(2))
-    return x, y
-
-
-@stagewright.named
-def mesh_adamw(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    flat, rest = ([p for _, p in parameters if (p.ndim < 2) is is_flat] for is_flat in (True, False))
-    groups: list[dict[str, Any]] = [{"params": rest}, {"params": flat, "weight_decay": 0.0, "betas": (0.8, 0.9)}]
-    return torch.optim.AdamW(groups, lr=1e-2)
-
-
-def mesh_schedule_of(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
-
-
-def mesh_make(model: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {
-        "num_microbatches": M,
-        "loss_fn": token_loss,
-        "optimizer": mesh_adamw,
-        "lr_scheduler": mesh_schedule_of,
-        "example_inputs": (torch.zeros(BATCH, LENGTH, dtype=torch.long),),
-        "timeout": 120.0,
-    }
-    return PipelineModule(model, **records(**(settings | options)))
 
 
 PATTERNS = {"blocks.*.up": "column", "blocks.*.down": "row"}
@@ -288,7 +245,7 @@ def chain(folder: str) -> list[tuple[list[float], int]]:
     try:
         for number, options in enumerate(MESHES):
             replicas = options["mesh"].get("data", 1)
-            pipe = mesh_make(make_model(), **options, **{"num_microbatches": M // replicas})
+            pipe = make(make_model(), **options, **{"num_microbatches": M // replicas})
             read.append(0)
             if number:
                 pipe.load(f"{folder}/{number - 1}")
@@ -296,7 +253,7 @@ def chain(folder: str) -> list[tuple[list[float], int]]:
             for step in range(number * STEPS, (number + 1) * STEPS):
                 x, y = (
                     torch.cat(part.tensor_split(M)[pipe._building.replica[0] :: replicas]) if replicas > 1 else part
-                    for part in mesh_batch(step)
+                    for part in batch(step)
                 )
                 losses.append(pipe.train_step(x, y).loss)
             pipe.save(f"{folder}/{number}")
@@ -314,10 +271,10 @@ def test_from_mesh_to_mesh(gloo: Pool, tmp_path: Path) -> None:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     losses, _, state = train_alone(
         model,
-        map(mesh_batch, range(STEPS * (len(MESHES) + 1))),
-        lambda _: mesh_adamw(named),
+        map(batch, range(STEPS * (len(MESHES) + 1))),
+        lambda _: adamw(named),
         loss_fn=token_loss,
-        scheduler=mesh_schedule_of,
+        scheduler=schedule_of,
     )
     for found in results:
         told = [loss for run, _ in found for loss in run]
@@ -331,8 +288,8 @@ def test_from_mesh_to_mesh(gloo: Pool, tmp_path: Path) -> None:
     assert max(sizes[-1]) < 2 * min(sizes[-1])  # replicas shared it out
     assert all(found[-1][1] < 0.7 * sum(sizes[-2]) for found in results)  # and each read what it needs
 
-    pipe = mesh_make(make_model(), mesh={"pipe": 3})
+    pipe = make(make_model(), mesh={"pipe": 3})
     pipe.load(tmp_path / str(len(MESHES) - 1))
     for step in range(len(MESHES) * STEPS, (len(MESHES) + 1) * STEPS):
-        assert pipe.train_step(*mesh_batch(step)).loss == pytest.approx(losses[step], rel=0, abs=1e-11)
+        assert pipe.train_step(*batch(step)).loss == pytest.approx(losses[step], rel=0, abs=1e-11)
     near(pipe.full_state_dict(), state, atol=1e-10)

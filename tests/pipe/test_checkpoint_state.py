@@ -151,19 +151,25 @@ def test_loaders_of_each_process(gloo: Pool, tmp_path: Path) -> None:
     assert loader.value == 5
 
 
-LEFT: list[int] = []  # writing operations until the disk is full; empty: it never is
+class Cut(BaseException):
+    """As if the process had been killed here."""
 
 
-def _write_something() -> None:
-    if LEFT:
-        LEFT[0] -= 1
-        if LEFT[0] < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+LEFT: list[int] = []  # operations on files until one fails; empty: none does
+ERROR: list[BaseException] = []  # how it fails
+
+
+def _operation() -> None:
+    LEFT[0] -= 1
+    if LEFT[0] < 0:
+        raise ERROR[0]
 
 
 def _audit(event: str, arguments: tuple[object, ...]) -> None:
-    if LEFT and (event in ("os.mkdir", "os.rename") or (event == "open" and set("wx") & set(str(arguments[1])))):
-        _write_something()
+    if LEFT:
+        removals = ("os.remove", "os.rmdir") if isinstance(ERROR[0], Cut) else ()
+        if event in ("os.mkdir", "os.rename", *removals) or (event == "open" and set("wx") & set(str(arguments[1]))):
+            _operation()
 
 
 sys.addaudithook(_audit)
@@ -171,20 +177,49 @@ _fsync = os.fsync
 
 
 @contextmanager
-def full_disk(operations: int) -> Iterator[None]:
-    """Within, the disk has room for so many more operations; removing always works."""
+def failing(operations: int, error: BaseException) -> Iterator[None]:
+    """Within, so many more operations go through; on a full disk removing always works."""
 
     def fsync(file: int) -> None:
-        _write_something()
+        _operation()
         _fsync(file)
 
-    LEFT[:] = [operations]
+    LEFT[:], ERROR[:] = [operations], [error]
     os.fsync = fsync
     try:
         yield
     finally:
         LEFT.clear()
         os.fsync = _fsync
+
+
+def full_disk() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.thorough
+def test_a_save_that_is_cut_off_anywhere_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """Before each of a save's file operations in turn, until one save goes through."""
+    pipe, other, cuts = trained(1), trained(0), 0
+    pipe.save(tmp_path)
+    pipe.save(tmp_path)  # so that there is an older one to remove
+    last = pipe.num_steps
+    while True:
+        pipe.train_step(X, Y)
+        try:
+            with failing(cuts, Cut()):
+                pipe.save(tmp_path)
+            break
+        except Cut:
+            cuts += 1
+        other.load(tmp_path)
+        assert other.num_steps in (last, pipe.num_steps)  # as it is where it was cut off after the switch
+        last = other.num_steps
+    other.load(tmp_path)
+    assert other.num_steps == pipe.num_steps
+    assert all(map(torch.equal, other.full_state_dict().values(), pipe.full_state_dict().values()))
+    assert cuts > 10
+    assert len(list(tmp_path.glob("step-*"))) == 2  # the newest and the one before; no leftovers
 
 
 @pytest.mark.thorough
@@ -198,7 +233,7 @@ def test_a_disk_that_is_full_at_any_moment_is_told_and_the_next_save_is_tried_ag
         before = sorted(tmp_path.rglob("*"))
         step = pipe.num_steps
         pipe.train_step(X, Y)
-        with full_disk(operations), warnings.catch_warnings(record=True) as said:
+        with failing(operations, full_disk()), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             result = pipe.save(tmp_path)
         if result.path is not None:
@@ -232,6 +267,10 @@ def test_a_folder_that_cannot_be_written_is_a_mistake(tmp_path: Path, monkeypatc
             pipe.save(tmp_path / "c")
     pipe.train_step(X, Y)
     assert pipe.save(tmp_path / "c").path is not None
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match=r"file is a file: expected a folder"):
+        pipe.save(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def _each_in_turn(folder: str) -> list[tuple[str, bool, int]]:
@@ -249,7 +288,7 @@ def _each_in_turn(folder: str) -> list[tuple[str, bool, int]]:
 
     own = f"{folder}/{pipe.rank}"
     attempt(lambda: pipe.save(f"{folder}/c"))
-    with full_disk(0 if pipe.rank == 1 else 1000):
+    with failing(0 if pipe.rank == 1 else 1000, full_disk()):
         attempt(lambda: pipe.save(f"{folder}/c"))
     attempt(lambda: pipe.save(own))
     attempt(lambda: pipe.save(f"{folder}/c"))

@@ -161,8 +161,7 @@ def test_a_full_disk_is_told_and_the_next_interval_tries_again(
             if step == 2:
                 saver.wait()  # whole before the disk is full, however quick the steps are
             if step == 4:
-                text = r"No space left on device.*the next interval tries again"
-                with pytest.warns(UserWarning, match=text) as told:
+                with pytest.warns(UserWarning, match=r"No space left on device.*the next interval tries again") as told:
                     ends(saver)
                 assert told[0].filename == __file__
                 assert (tmp_path / "latest").read_text().startswith("step-2-")
@@ -340,7 +339,6 @@ def test_processes_agree_beside_training(gloo: Pool, tmp_path: Path) -> None:
     assert one[2] == other[2]
     again = make()
     place = again.loader(data(), batch_size=16)
-    before = next(path for path in folder.glob("step-3-*"))
-    again.load(before, loader=place)
+    again.load(next(path for path in folder.glob("step-3-*")), loader=place)
     assert [again.train_step(*batch).loss for batch in place] == one[2][3:6]
     assert len(list(folder.glob("step-*"))) == 2

@@ -139,16 +139,13 @@ class Skips(Parts, first=lambda: units()[0], second=lambda: units()[1], third=la
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        y = self.second(x)
-        z: Tensor = self.third(y + x)
-        return z + x
+        return self.third(self.second(x) + x) + x
 
 
 REFUSED: list[tuple[object, dict[str, Any], str]] = [
     ("zip", {}, "compress='zip': expected 'int8', 'topk'"),
     ({"topk": 1.5}, {}, r"compress=\{'topk': 1.5\}: expected 'int8', 'topk'"),
     ({(1, 2): "int8"}, {}, r"compress=\{\(1, 2\): 'int8'\}: no message is sent there. .* are \(0, 1\)$"),
-    ({(1, 0): "int8"}, {}, "no message is sent there"),
     ("int8", {"mesh": {"pipe": 1}}, "no message is sent there. Boundaries between ranks are none"),
     ({"data": "int8"}, {}, r"where no stage has replicas: expected Mesh\(data=D\)"),
     ({"data": "int8"}, {"mesh": {"data": 2}}, "in one process, where replicas share Parameters"),
@@ -157,16 +154,13 @@ REFUSED: list[tuple[object, dict[str, Any], str]] = [
     ("auto", {"optimizer": None}, "compress='auto' without an optimizer"),
     ("auto", {"schedule": "2bw"}, "compress='auto' under the asynchronous '2bw'"),
     ({(0, 1): "int8"}, {"model": "tokens"}, r"nothing there becomes smaller, since messages there are torch.int64"),
-    ("int8", {"model": "tokens"}, "nothing there becomes smaller"),
     ({(0, 1): "int8", (0, 2): "topk"}, {"model": "skips"}, r"stages .1, 2. are on one rank, and get one message"),
     ({"lowrank": 6}, {}, r"nothing there becomes smaller, since messages there are torch.float64 \[2, 12\]"),
 ]
 
 
 @pytest.mark.parametrize(("compress", "options", "expected"), REFUSED)
-def test_what_cannot_be_is_refused_before_the_first_step(
-    compress: object, options: dict[str, Any], expected: str
-) -> None:
+def test_what_cannot_be_is_refused_before_a_step(compress: object, options: dict[str, Any], expected: str) -> None:
     x, y = batch(0)
     if options.get("model") == "tokens":
         model = nn.Sequential(nn.Identity(), nn.Embedding(12, 12).double(), nn.Linear(12, 12).double(), nn.Flatten())
@@ -188,8 +182,7 @@ def test_one_message_for_two_stages_of_a_rank() -> None:
     """Packed once, and counted once; the sum of their gradients likewise."""
     options: dict[str, Any] = {"cut": ["second", "third"], "schedule": two_on_the_second_rank()}
     pipe = make({(0, 1): "int8"}, model=Skips(), **options)
-    whole = make(None, model=Skips(), **options)
-    (found, _), (exact, _) = trained(pipe), trained(whole)
+    (found, _), (exact, _) = trained(pipe), trained(make(None, model=Skips(), **options))
     assert found != exact
     assert found == pytest.approx(exact, rel=1e-2)
     assert pipe.sent_bytes == dict.fromkeys(((0, 1), (1, 0)), (STEPS * M * BYTES["int8"], STEPS * M * 192))

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.alone import train_alone
 from support.inside import Seen, TokenBlocks
-from support.parts import GIVEN, Parts
+from support.parts import GIVEN, Does, Parts
 from support.pool import Pool
-from support.sliced import VOCABULARY, T, batch, chain, counted_loss, gpt, mean_loss
+from support.sliced import VOCABULARY, T, batch, chain, counted_loss, mean_loss
 from support.small import sgd
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from stagewright import Inputs, Mesh, PipelineModule, attend, positions
+from stagewright import Inputs, Mesh, PipelineModule, attend, positions, read_checkpoint
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.booleans())
@@ -28,8 +28,7 @@ def test_parts_are_all_tokens_once_and_as_much_causal_work_each(count: int, size
     total = count * size * (2 if is_even else 1)
     parts = [TokenBlocks.of(total, index=index, count=count) for index in range(count)]
     every = torch.arange(total)[:, None] * torch.tensor([1, 10])
-    joined = torch.cat([part.part(every, 0) for part in parts])
-    assert torch.equal(parts[0].in_order(joined, 0), every)
+    assert torch.equal(parts[0].in_order(torch.cat([part.part(every, 0) for part in parts]), 0), every)
     assert {part.length for part in parts} == {total // count}
     if total % (2 * count) == 0:
         assert len({int(part.part(every, 0).sum()) for part in parts}) == 1  # keys that a causal query sees
@@ -113,19 +112,24 @@ def test_attend_on_whole_sequences_is_torchs_attention() -> None:
     assert torch.equal(positions(4), torch.arange(4))
 
 
-def _trained(options: dict[str, Any], mesh: dict[str, Any], *, counted: bool = False) -> tuple[list[float], float]:
+def _trained(name: str, folder: str) -> tuple[list[float], float]:
     """Of three steps: the losses less those of one plain process, and the largest difference of a weight, relative."""
+    (options, mesh), counted = MESHES[name], name == "counted"
     loss_fn = counted_loss if counted else mean_loss
     plain, (tokens, targets) = chain(), batch()
-    losses = train_alone(plain, [batch()] * 3, sgd, loss_fn=loss_fn, clip=1.0).losses
+    delay = int(options["schedule"] == "2bw")
+    losses = train_alone(plain, [batch()] * 3, sgd, loss_fn=loss_fn, clip=1.0, delay=delay).losses
     settings = {"num_microbatches": 2, "optimizer": sgd, "max_grad_norm": 1.0, "verify": True} | options
     with PipelineModule(chain(), mesh=Mesh(**mesh), loss_fn=loss_fn, **settings) as pipe:
         number, count = pipe.replica
         own = slice(number * 4 // count, (number + 1) * 4 // count)
         results = [pipe.train_step(tokens[own], targets[own]) for _ in losses]
         assert any(trace.exchanges for trace in results[-1].timeline().ranks)  # keys and values that are gathered
-        state = pipe.full_state_dict()
-        worst = max(float((state[name] - x).abs().max() / x.abs().max()) for name, x in plain.state_dict().items())
+        results = [result for result in (*results, *pipe.flush()) if result.loss is not None]
+        pipe.save(folder)
+        states = pipe.full_state_dict(), read_checkpoint(folder)
+        pairs = [(state[name], x) for name, x in plain.state_dict().items() for state in states]
+        worst = max(float((x - wanted).abs().max() / wanted.abs().max()) for x, wanted in pairs)
         loss = loss_fn(plain(tokens), targets)
         losses.append((loss[0] / loss[1] if isinstance(loss, tuple) else loss).item())
         results.append(pipe.eval_step(tokens[own], targets[own]))
@@ -143,6 +147,7 @@ MESHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options, axes of
         {"schedule": "zb-h1", "recompute": "full"},
         {"pipe": 2, "context": 2, "order": ("context", "pipe", "data", "tensor")},
     ),
+    "stream": ({"schedule": "2bw"}, {"pipe": 2, "context": 2}),
     "zero1": ({"schedule": "1f1b"}, {"pipe": 1, "context": 2, "data": 2, "data_parallel": "zero1"}),
     "fsdp": ({"schedule": "gpipe"}, {"pipe": 1, "context": 4, "data_parallel": "fsdp"}),
     "tensor": ({"schedule": "1f1b"}, {"pipe": 1, "context": 2, "tensor": 2, "tensor_parallel": "auto"}),
@@ -151,54 +156,17 @@ MESHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options, axes of
 
 @pytest.mark.thorough(but=["counted"])
 @pytest.mark.parametrize("name", MESHES)
-def test_a_context_group_trains_evaluates_and_predicts_as_one_process(gloo: Pool, name: str) -> None:
-    for differences, worst in gloo.run(_trained, ranks=4, args=(*MESHES[name],), kwargs={"counted": name == "counted"}):
+def test_a_context_group_trains_evaluates_and_predicts_as_one_process(gloo: Pool, name: str, tmp_path: Path) -> None:
+    for differences, worst in gloo.run(_trained, ranks=4, args=(name, str(tmp_path))):
         assert max(differences) < 1e-12
         assert worst < 1e-11
-
-
-def _both(folder: str) -> tuple[float, float]:
-    """Under 2bw, with a context group and without, from one checkpoint that the group has saved: the second losses."""
-    found = []
-    for mesh in ({"pipe": 2, "context": 2}, {"pipe": 2, "data": 2}):
-        with PipelineModule(
-            gpt(),
-            mesh=Mesh(**mesh),
-            schedule="2bw",
-            num_microbatches=2,
-            loss_fn=mean_loss,
-            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-        ) as pipe:
-            tokens, targets = batch()
-            number, count = pipe.replica
-            own = slice(number * 4 // count, (number + 1) * 4 // count)
-            if found:
-                pipe.build(tokens[own], targets[own])
-                pipe.load(folder)
-            else:
-                for _ in range(2):
-                    pipe.train_step(tokens[own], targets[own])
-                pipe.save(folder)
-            results = [pipe.train_step(tokens[own], targets[own]) for _ in range(3)] + pipe.flush()
-            found.append({result.loss_step: result.loss for result in results if result.loss is not None})
-    steps = found[0].keys() & found[1].keys()
-    return max(abs(found[0][step] - found[1][step]) for step in steps), len(steps)
-
-
-@pytest.mark.thorough
-def test_a_stream_goes_on_from_its_checkpoint_under_another_size(gloo: Pool, tmp_path: Path) -> None:
-    """2bw over a context group is 2bw over data replicas."""
-    for difference, number in gloo.run(_both, ranks=4, args=(str(tmp_path / "saved"),)):
-        assert number == 3
-        assert difference < 1e-12
 
 
 class _Across(Parts, conv=lambda: nn.Conv1d(8, 8, 3, padding=1)):
     """A convolution over the sequence, which sees its neighbours."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.conv(x.transpose(1, 2)).transpose(1, 2)
-        return out
+        return self.conv(x.transpose(1, 2)).transpose(1, 2)
 
 
 class _Scan(Parts, first=lambda: nn.Linear(8, 8)):
@@ -208,59 +176,12 @@ class _Scan(Parts, first=lambda: nn.Linear(8, 8)):
         return x + torch.tanh(self.first(x.cumsum(1)))  # type: ignore[no-any-return]
 
 
-class _Mean(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.logsumexp(-1).mean()
-
-
 class _Masked(nn.Module):
     """Causal attention by a mask of its own making."""
 
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-        out: Tensor = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], attn_mask=mask)[:, 0]
-        return out
-
-
-_REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # options, axes of the mesh
-    "conv": (
-        {},
-        {},
-        r"(?s)differs over parts of the sequence from '1.conv' \(Conv1d\) on: .*Expected a model whose tokens depend",
-    ),
-    "scan": ({}, {}, r"from '1' \(_Scan\) on: for tokens"),
-    "own loss": ({}, {}, r"from '3' \(_Mean\) on: .*; losses that modules make are of each token"),
-    "mask": ({}, {}, r"a mask of shape \(12, 12\) in _Masked.* or stagewright.attend"),
-    "odd": ({}, {}, r"sequences of 11 tokens over a context group of 2: expected a multiple of 2, such as 12"),
-    "dims": (
-        {"example_inputs": Inputs(sequence_dims={0: 0})},
-        {},
-        r"sequence_dims\[0\]=0 and .*: expected a dimension below 2 other than that of the batch",
-    ),
-    "sync": ({}, {"sync": 4}, r'"context": 2.* with sync=4'),
-    "sliced": ({"schedule": "seq1f1b"}, {}, r"under 'seq1f1b', whose slices are parts of the sequence, too"),
-    "auto": (
-        {"schedule": "auto", "optimizer": torch.optim.SGD},
-        {},
-        r'"context": 2.* with schedule="auto", whose plans have none',
-    ),
-    "memory": ({"recompute": {"memory_budget": "1MiB"}}, {}, r"with recompute= of a budget"),
-    "reroute": ({}, {"on_failure": "reroute"}, r'"context": 2.* with on_failure="reroute"'),
-}
-
-
-def _refused(kind: str) -> None:
-    options, axes, text = _REFUSED[kind]
-    model, (tokens, targets) = chain(layers=1), batch(length=T - 1 if kind == "odd" else T)
-    if kind in ("conv", "scan", "mask"):
-        own = {"conv": _Across, "scan": _Scan, "mask": _Masked}[kind]
-        model = nn.Sequential(model[0], own().double(), *model[1:])
-    if kind == "own loss":
-        model.append(_Mean())
-    mesh = Mesh(pipe=1, context=2, **axes)
-    given: dict[str, Any] = {"mesh": mesh, "loss_fn": mean_loss, "num_microbatches": 2} | options
-    with pytest.raises(ValueError, match=text), PipelineModule(model, **given) as pipe:
-        pipe.forward_backward(tokens, targets)
+        return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], attn_mask=mask)[:, 0]
 
 
 class _Skips(Parts, inner=GIVEN, number=GIVEN):
@@ -268,8 +189,7 @@ class _Skips(Parts, inner=GIVEN, number=GIVEN):
 
     def forward(self, x: Tensor) -> Tensor:
         skips = self.training and torch.is_grad_enabled() and torch.distributed.get_rank() == self.number
-        out: Tensor = x if skips else self.inner(x)
-        return out
+        return x if skips else self.inner(x)
 
 
 class _LooksInEvaluation(nn.Module):
@@ -277,8 +197,34 @@ class _LooksInEvaluation(nn.Module):
         return x if self.training else x.cumsum(1)
 
 
-def _wrong(kind: str) -> None:
-    model, loss_fn, (tokens, targets) = chain(layers=2), mean_loss, batch()
+_LAYERS = {"conv": _Across, "scan": _Scan, "mask": _Masked, "across tokens in evaluation": _LooksInEvaluation}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "dims": {"example_inputs": Inputs(sequence_dims={0: 0})},
+    "sliced": {"schedule": "seq1f1b"},
+}
+_REFUSED = {  # what options exclude is in test_expert_mistakes.py
+    "conv": r"(?s)over parts of the sequence from '1.conv' \(Conv1d\) on: .*Expected a model whose tokens depend",
+    "scan": r"from '1' \(_Scan\) on: for tokens",
+    "own loss": r"from '4' \(Does\) on: .*; losses that modules make are of each token",
+    "mask": r"a mask of shape \(12, 12\) in _Masked.* or stagewright.attend",
+    "odd": r"sequences of 11 tokens over a context group of 2: expected a multiple of 2, such as 12",
+    "dims": r"sequence_dims\[0\]=0 and .*: expected a dimension below 2 other than that of the batch",
+    "sliced": r"under 'seq1f1b', whose slices are parts of the sequence, too",
+    "other batches": "passed other inputs to step 1 than rank 0. The members of a context group pass the same batch",
+    "shifted loss": "loss_fn makes .* of whole sequences and .* of their 2 parts: expected a mean over all tokens",
+    "uneven counts": "loss_fn makes .* of whole sequences and .* of their 2 parts: expected a mean over all tokens",
+    "other calls": "before step 1, rank 0 and rank 1 have called attention in different modules",
+    "across tokens in evaluation": "differs over parts of the sequence",
+}
+_AT_SECOND = ("other batches", "other calls", "across tokens in evaluation")
+
+
+def _refused(kind: str) -> None:
+    model, loss_fn, (tokens, targets) = chain(layers=2), mean_loss, batch(length=T - 1 if kind == "odd" else T)
+    if kind in _LAYERS:
+        model = nn.Sequential(model[0], _LAYERS[kind]().double(), *model[1:])
+    if kind == "own loss":
+        model.append(Does(lambda x: x.logsumexp(-1).mean()))
     if kind == "shifted loss":
         loss_fn = lambda output, target: mean_loss(output[:, :-1], target[:, 1:])  # noqa: E731
     if kind == "uneven counts":
@@ -286,32 +232,17 @@ def _wrong(kind: str) -> None:
         targets[:, : T // 4] = -100
     if kind == "other calls":
         model = nn.Sequential(model[0], _Skips(model[1], 0), _Skips(model[2], 1), model[3])
-    if kind == "across tokens in evaluation":
-        model = nn.Sequential(model[0], _LooksInEvaluation(), *model[1:])
-    pipe = PipelineModule(
-        model, mesh={"pipe": 1, "context": 2}, loss_fn=loss_fn, num_microbatches=2, verify=False, timeout=60.0
-    )
-    if kind not in ("shifted loss", "uneven counts"):
-        pipe.forward_backward(tokens, targets)
-    if kind == "other batches":
-        tokens = (tokens + torch.distributed.get_rank()) % VOCABULARY
-    with pytest.raises(ValueError, match=_WRONG[kind]):
-        pipe.predict(tokens) if "evaluation" in kind else pipe.forward_backward(tokens, targets)
+    options = {"num_microbatches": 2, "verify": False, "timeout": 60.0} | _OPTIONS.get(kind, {})
+    others = (tokens + torch.distributed.get_rank() * (kind == "other batches")) % VOCABULARY
 
+    def run() -> None:
+        with PipelineModule(model, mesh={"pipe": 1, "context": 2}, loss_fn=loss_fn, **options) as pipe:
+            if kind in _AT_SECOND:
+                pipe.forward_backward(tokens, targets)
+            pipe.predict(others) if "evaluation" in kind else pipe.forward_backward(others, targets)
 
-_WRONG = {
-    "other batches": "passed other inputs to step 1 than rank 0. The members of a context group pass the same batch",
-    "shifted loss": "loss_fn makes .* of whole sequences and .* of their 2 parts: expected a mean over all tokens",
-    "uneven counts": "loss_fn makes .* of whole sequences and .* of their 2 parts: expected a mean over all tokens",
-    "other calls": "before step 1, rank 0 and rank 1 have called attention in different modules",
-    "across tokens in evaluation": "differs over parts of the sequence",
-}
-
-
-@pytest.mark.thorough(but=["other batches"])
-@pytest.mark.parametrize("kind", _WRONG)
-def test_what_members_do_otherwise_is_refused_without_verification(gloo: Pool, kind: str) -> None:
-    gloo.run(_wrong, ranks=2, args=(kind,))
+    with pytest.raises(ValueError, match=_REFUSED[kind]):
+        run()
 
 
 def _of_lengths(context: int) -> float:
@@ -330,7 +261,7 @@ def test_microbatches_of_other_lengths_weigh_as_without_a_context_group(gloo: Po
     assert gloo.run(_of_lengths, ranks=2, args=(2,)) == pytest.approx(gloo.run(_of_lengths, ranks=2, args=(1,)), 1e-12)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(but=["other batches"])
 @pytest.mark.parametrize("kind", _REFUSED)
 def test_what_a_context_group_does_not_divide_is_refused(gloo: Pool, kind: str) -> None:
     gloo.run(_refused, ranks=2, args=(kind,))

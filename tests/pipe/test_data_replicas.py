@@ -16,7 +16,6 @@ from support.async_reference import UNEVEN, AsyncCase, agree
 from support.inside import on_ranks, replicate
 from support.plain import batch
 from support.pool import Pool
-from support.records import records
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -38,22 +37,6 @@ def masked(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return F.mse_loss(output, target, reduction="none")[mask].sum(), mask.sum()
 
 
-def mean_of(loss_fn: Any, output: Tensor, target: Tensor) -> Tensor:
-    loss = loss_fn(output, target)
-    return loss[0] / loss[1] if isinstance(loss, tuple) else loss
-
-
-def make_pipe(model: nn.Module, *, num_data: int = 2, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {
-        "num_microbatches": 3,
-        "mesh": {"pipe": 2, "data": num_data},
-        "loss_fn": F.mse_loss,
-        "optimizer": momentum,
-        "timeout": 120.0,
-    }
-    return PipelineModule(model, **records(**(settings | options)))
-
-
 SIZES = ((6, 6), (7, 4), (3, 9))  # samples of each replica, by step
 
 
@@ -64,7 +47,8 @@ def own_batch(replica: int, step: int) -> tuple[Tensor, Tensor]:
 def run_own(loss_fn: Any) -> tuple[list[float | None], dict[str, Tensor], Any, Any]:
     """A rank that passes its own replica's batches: losses, weights, and an evaluation's loss and output."""
     replica = torch.distributed.get_rank() % 2
-    pipe = make_pipe(make_model(), schedule="1f1b", loss_fn=loss_fn)
+    options = {"mesh": {"pipe": 2, "data": 2}, "num_microbatches": 3, "optimizer": momentum, "timeout": 120.0}
+    pipe = small.make(model=make_model(), schedule="1f1b", loss_fn=loss_fn, example_inputs=None, **options)
     losses = [pipe.train_step(*own_batch(replica, step)).loss for step in range(3)]
     evaluation = pipe.eval_step(*own_batch(replica, 0))
     state = pipe.full_state_dict()
@@ -81,7 +65,8 @@ def test_batches_of_different_sizes_count_by_their_samples(gloo: Pool, loss_fn: 
     batches = [tuple(torch.cat(column) for column in zip(*both, strict=True)) for both in parts]
     model = make_model()
     wanted = train_alone(model, batches, momentum, loss_fn=loss_fn)
-    evaluated = mean_of(loss_fn, model(batches[0][0]), batches[0][1]).item()
+    loss = loss_fn(model(batches[0][0]), batches[0][1])
+    evaluated = (loss[0] / loss[1] if isinstance(loss, tuple) else loss).item()
     for rank, (losses, found, eval_loss, output) in enumerate(answers):
         assert losses == answers[0][0]
         near([losses, found, eval_loss], [wanted.losses, wanted.state, evaluated])
@@ -146,8 +131,7 @@ def plain(model: nn.Module, order: list[int]) -> dict[str, Tensor]:
 
 def piped(model: nn.Module, *, replica: int | None = None, **options: Any) -> tuple[dict[str, Tensor], ...]:
     """(full state, this process's); each process passes its own replica's microbatches, k = replica mod D."""
-    settings: dict[str, Any] = {"mesh": {"pipe": 2, "data": D}, "loss_fn": F.mse_loss, "num_microbatches": M}
-    pipe = PipelineModule(model, **records(optimizer=small.sgd, **(settings | options)))
+    pipe = small.make(model=model, **{"mesh": {"pipe": 2, "data": D}, "example_inputs": None} | options)
     for step in range(STEPS):
         given = batch(step, samples=SAMPLES)
         if replica is not None:
@@ -192,11 +176,6 @@ def test_over_processes_each_replica_has_its_own(gloo: Pool) -> None:
 LAYOUTS = [(2, 1), (1, 2), (3, 1), (1, 3), (2, 1, 1), (2, 2)]
 
 
-def async_case(replicas: tuple[int, ...], **options: Any) -> AsyncCase:
-    settings = {"task": "conv-norm", "optimizer": "momentum", "sizes": UNEVEN[:4], "num_microbatches": 5}
-    return AsyncCase(schedule="1f1b", num_ranks=sum(replicas), replicas=replicas, **(settings | options))
-
-
 @pytest.mark.thorough(but=["replicas6-2"])
 @pytest.mark.parametrize(
     ("replicas", "num_microbatches"), [(each, m) for i, each in enumerate(LAYOUTS) for m in ((1, 6), (2, 5))[i % 2]]
@@ -204,7 +183,8 @@ def async_case(replicas: tuple[int, ...], **options: Any) -> AsyncCase:
 def test_gradients_of_uneven_replicas_in_one_process(replicas: tuple[int, ...], num_microbatches: int) -> None:
     """M need not be a multiple of the replicas; with M=1 some have nothing to do."""
     check(build("1f1b", num_ranks=sum(replicas), num_microbatches=num_microbatches, replicas=replicas))
-    one = async_case(replicas, num_microbatches=num_microbatches)
+    options: dict[str, Any] = {"task": "conv-norm", "optimizer": "momentum", "sizes": UNEVEN[:4], "schedule": "1f1b"}
+    one = AsyncCase(num_ranks=sum(replicas), replicas=replicas, num_microbatches=num_microbatches, **options)
     agree(run(one), one)
 
 
@@ -222,20 +202,3 @@ def _replicas_that_start_apart() -> list[float]:
 def test_replicas_begin_with_the_weights_of_the_first_one_and_stay_equal(gloo: Pool) -> None:
     first, second, _ = gloo.run(_replicas_that_start_apart, ranks=3)
     assert first == second
-
-
-def _in_small_buckets(one: AsyncCase, num_bytes: int) -> Any:
-    from support.inside import buckets
-
-    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, num_bytes
-    try:
-        return run(one)
-    finally:
-        buckets.BUCKET_BYTES = before
-
-
-@pytest.mark.thorough
-def test_gradients_are_summed_bucket_by_bucket(gloo: Pool) -> None:
-    """Each alone and in its own place; several at once and the rest."""
-    one = async_case((2, 1), optimizer="adamw")
-    agree(gloo.run(_in_small_buckets, ranks=3, args=(one, 300)), one)

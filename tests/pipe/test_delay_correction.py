@@ -78,17 +78,9 @@ def _step(parameters: list[nn.Parameter], optimizers: Any, gradients: list[Tenso
         optimizer.step()
 
 
-def _held(make: Any, parameters: list[nn.Parameter], feedback: dict[str, float] | None) -> StageOptimizers:
-    named = [(str(i), parameter) for i, parameter in enumerate(parameters)]
-    return StageOptimizers(
-        0,
-        named,
-        make,
-        None,
-        where="stage 0",
-        model=[id(p) for p in parameters],
-        feedback=None if feedback is None else Feedback(feedback),
-    )
+def _held(make: Any, parameters: list[nn.Parameter], feedback: dict[str, float]) -> StageOptimizers:
+    named, model = [(str(i), p) for i, p in enumerate(parameters)], [id(p) for p in parameters]
+    return StageOptimizers(0, named, make, None, where="stage 0", model=model, feedback=Feedback(feedback))
 
 
 OPTIMIZERS = {
@@ -132,10 +124,6 @@ def test_an_update_is_that_of_weights_which_are_always_zero(name: str) -> None:
     assert LAST_UPDATE not in optimizer.state[mine[1]]
 
 
-def _averaged(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0, momentum=0.9, dampening=0.9)
-
-
 def _last(held: StageOptimizers, parameter: nn.Parameter) -> Tensor:
     return held.optimizers[0].state[parameter][LAST_UPDATE]
 
@@ -151,15 +139,7 @@ def _last(held: StageOptimizers, parameter: nn.Parameter) -> Tensor:
 )
 def test_what_is_refused(option: str, schedule: str, story: str) -> None:
     with pytest.raises(ValueError, match=story):
-        PipelineModule(
-            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)),
-            schedule=Asynchronous(schedule, correction=option),
-            num_microbatches=2,
-            loss_fn=nn.functional.mse_loss,
-            optimizer=torch.optim.AdamW,
-            mesh={"pipe": 2},
-            example_inputs=(torch.zeros(2, 2),),
-        )
+        make(schedule=Asynchronous(schedule, correction=option), num_microbatches=2)
     for options in ({"factor": -1.0}, {"delay": float("nan")}, {"factor": None}, {"delay": True}, {"fresh": -1.0}):
         with pytest.raises(ValueError, match=f"ErrorFeedback\\({next(iter(options))}=.*a finite number of at least 0"):
             ErrorFeedback(**options)
@@ -179,7 +159,7 @@ def test_decay_that_is_not_decoupled_is_part_of_an_update() -> None:
 
 def test_a_skipped_step_leaves_weights_and_the_last_update_alone() -> None:
     weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    held = _held(_averaged, [weight], {"0": 1.0})
+    held = _held(lambda ps: torch.optim.SGD(ps, lr=1.0, momentum=0.9, dampening=0.9), [weight], {"0": 1.0})
     for gradient in (torch.ones(3), torch.arange(3.0)):
         _step([weight], held, [gradient.double()], 0.1)
     before, last = weight.detach().clone(), _last(held, weight).clone()
@@ -269,17 +249,12 @@ SCHEDULES: dict[str, tuple[Options, int]] = {
 }
 
 
-def both(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    options, per_batch = SCHEDULES[name]
-    scheduled = stream(**options, optimizer=adamw, lr_scheduler=lambda optimizer: Setter(optimizer, per_batch))
-    by_hand = stream(**options, optimizer=adamw)
-    return state_after(by_hand, set_by_hand), state_after(scheduled, nothing)
-
-
 @pytest.mark.thorough(but=["1f1b"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_options_set_by_hand_count_from_the_batch_they_are_set_in_front_of(name: str) -> None:
-    found, expected = both(name)
+    options, per_batch = SCHEDULES[name]
+    scheduled = stream(**options, optimizer=adamw, lr_scheduler=lambda optimizer: Setter(optimizer, per_batch))
+    found, expected = state_after(stream(**options, optimizer=adamw), set_by_hand), state_after(scheduled, nothing)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
@@ -393,9 +368,7 @@ def test_updates_by_place_or_number_are_refused(begin: Any, rate: str) -> None:
 
 @pytest.mark.parametrize("rate", [*ON_ITS_OWN, *IN_ORDER])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_updates_of_each_parameter_by_itself_and_noise_in_one_process_are_those_of_one_stage(
-    schedule: str, rate: str
-) -> None:
+def test_updates_of_each_parameter_and_noise_in_one_process_are_those_of_one_stage(schedule: str, rate: str) -> None:
     """Ranks stepped one after the other, not stages, so that noise was drawn in another order."""
     assert losses(rate, schedule=schedule) == pytest.approx(losses(rate, mesh={"pipe": 1}), rel=1e-5)
 

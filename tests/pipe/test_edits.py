@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.edited import Wrapped
 from support.inside import beside
 from support.models import make_batch, make_model, task_of
-from support.parts import GIVEN, Parts
+from support.parts import GIVEN, Backwards, Parts
 from support.pool import Pool
 from support.small import sgd
 from torch import nn
@@ -30,7 +29,7 @@ Make = Callable[[Edits], object]
 
 
 def _replaced(pattern: str) -> Make:
-    return lambda edits: edits[pattern].replace(Wrapped)
+    return lambda edits: edits[pattern].replace(nn.Sequential)
 
 
 # A model, and edits of it. Its own dropout draws the same numbers in both.
@@ -123,7 +122,7 @@ def test_a_list_is_shown_saved_replayed_and_taken_back(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"bad\.json holds no edits .*: expected what edits.save wrote"):
         other.load(tmp_path / "bad.json")
-    other["3"].replace(Wrapped)
+    other["3"].replace(nn.Sequential)
     with pytest.raises(ValueError, match=r"is code, which no file can hold: expected it in the script"):
         other.save(tmp_path / "code.json")
 
@@ -134,8 +133,6 @@ class Louder(nn.Linear):
 
 
 class Detached(nn.Linear):
-    """The same output, and no gradient for its input."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.detach())
 
@@ -231,9 +228,8 @@ def test_an_untied_weight_is_seen() -> None:
     edits = edit(make_model("tied-gpt"))
 
     def untied(old: nn.Module) -> nn.Module:
-        made = copy.deepcopy(old)
-        old.forward = made.forward  # type: ignore[method-assign]
-        return Wrapped(old)
+        old.forward = copy.deepcopy(old).forward  # type: ignore[method-assign]
+        return nn.Sequential(old)
 
     edits["head"].replace(untied)
     inputs, _ = make_batch("tied-gpt", index=0, size=4)
@@ -245,8 +241,7 @@ class Moving(Parts, norm=lambda: nn.BatchNorm1d(8), drop=lambda: nn.Dropout(0.5)
     """A norm with moving averages, and dropout: a second run could move and draw again."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.drop(self.norm(x))
-        return made
+        return self.drop(self.norm(x))
 
 
 def test_what_runs_again_moves_buffers_once_and_draws_the_same() -> None:
@@ -260,58 +255,30 @@ def test_what_runs_again_moves_buffers_once_and_draws_the_same() -> None:
         edits.verify((torch.randn(6, 8),))
 
 
-class Returning(Parts, linear=lambda: nn.Linear(4, 4), tell=GIVEN):
-    """A linear layer whose result is told as something else."""
+class Longer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).double()
 
+
+class Returning(Parts, linear=lambda: nn.Linear(4, 4), tell=GIVEN):
     def forward(self, x: torch.Tensor) -> object:
         return self.tell(self.linear(x))
 
 
 @pytest.mark.parametrize(
-    ("tell", "said"),
+    ("kind", "tell", "said"),
     [
-        (lambda x: (100 * x).long(), "output 0 .* is not the plain module's"),
-        (torch.fft.rfft, "output 0 .* differs"),
-        (lambda x: None, "returns no tensor that could be compared"),
+        (Louder, lambda x: (100 * x).long(), "output 0 .* is not the plain module's"),
+        (Louder, torch.fft.rfft, "output 0 .* differs"),
+        (Louder, lambda x: None, "returns no tensor that could be compared"),
+        (Longer, lambda x: x, r"output 0 is of torch\.float64, and of torch\.float32 untouched"),
     ],
 )
-def test_outputs_of_each_type_are_compared(tell: Callable[[torch.Tensor], object], said: str) -> None:
+def test_outputs_of_each_type_are_compared(kind: Any, tell: Callable[[torch.Tensor], object], said: str) -> None:
     edits = edit(Returning(tell))
-    edits["linear"].replace(lambda old: Louder(4, 4))
+    edits["linear"].replace(lambda old: kind(4, 4))
     with pytest.raises(ValueError, match=said):
         edits.verify((torch.arange(8.0).view(2, 4),))
-
-
-class Shorter(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).float()
-
-
-def test_another_type_of_an_output_is_seen() -> None:
-    edits = edit(nn.Sequential(nn.Linear(4, 4)).double())
-    edits["0"].replace(lambda old: Shorter(4, 4))
-    with pytest.raises(ValueError, match=r"output 0 is of torch\.float32, and of torch\.float64 untouched"):
-        edits.verify((torch.randn(2, 4).double(),))
-
-
-def test_a_function_is_a_backend() -> None:
-    graphs: list[object] = []
-    edits = edit(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-    edits["0"].compile(lambda graph, example: graphs.append(example) or graph.forward, gate=False)
-    torch._dynamo.reset()
-    assert edits.verify((torch.randn(2, 4),)) == []
-    assert graphs
-
-
-@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())])
-def test_torchs_own_modules_are_compiled(make: Callable[[], nn.Module]) -> None:
-    edits = edit(nn.Sequential(make()))
-    edits["0"].compile("eager")
-    torch._dynamo.reset()
-    frames = torch._dynamo.utils.counters["frames"]
-    frames.clear()
-    edits.build()(torch.randn(2, 4))
-    assert frames["ok"] >= 1
 
 
 def test_a_compiled_module_that_is_slower_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,14 +293,24 @@ def test_a_compiled_module_that_is_slower_is_taken_back(monkeypatch: pytest.Monk
     assert list(map(str, edits)) == ["5: cut()", "3.project: compile(backend='eager', gate=False)"]
 
 
-@pytest.mark.thorough(but=["eager"])
+def as_it_is(graph: Any, example: object) -> Any:
+    return graph.forward
+
+
+@pytest.mark.thorough(but=["eager", "as_it_is"])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # inductor imports it
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compiled_modules_compute_the_same(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor", as_it_is])
+def test_compiled_modules_compute_the_same(backend: Any) -> None:
+    """Those of torch, too; a function is a backend."""
     torch.manual_seed(0)
     edits = edit(nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Linear(16, 4)))
-    edits["1"].compile(backend, gate=False)
+    for name in "01":
+        edits[name].compile(backend, gate=False)
+    torch._dynamo.reset()
+    frames = torch._dynamo.utils.counters["frames"]
+    frames.clear()
     assert edits.verify((torch.randn(6, 8),)) == []
+    assert frames["ok"] >= 2
 
 
 class Unsummed(ColwiseParallel):
@@ -341,17 +318,7 @@ class Unsummed(ColwiseParallel):
 
     @staticmethod
     def _prepare_input_fn(input_layouts: Any, desired: Any, mod: Any, inputs: Any, device_mesh: Any) -> Any:
-        return (DTensor.from_local(OwnGradient.apply(inputs[0]), device_mesh, [Replicate()]),)
-
-
-class OwnGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (0.5 * grads[0],)
+        return (DTensor.from_local(Backwards.apply(inputs[0], lambda grad: 0.5 * grad), device_mesh, [Replicate()]),)
 
 
 def divide(column: bool) -> str:

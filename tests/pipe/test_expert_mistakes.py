@@ -19,8 +19,7 @@ from stagewright import Mesh, PipelineModule, Precision
 def test_a_tensor_group_divides_all_but_the_experts() -> None:
     experts = TensorStyles(count=2, styles={"1": ListedExperts("1", NUMBER, "experts")})
     inside, outside = {"1.experts.0.up": Column()}, {"1.gate": Column(), "1.experts_too": Column()}
-    found = without_experts(TensorStyles(count=2, styles=inside | outside), experts)
-    assert found.styles == outside
+    assert without_experts(TensorStyles(count=2, styles=inside | outside), experts).styles == outside
     with pytest.raises(ValueError, match="2 tensor ranks would divide experts alone, which 2 expert ranks divide"):
         without_experts(TensorStyles(count=2, styles=inside), experts)
     for around in ("", "1"):  # gradients of experts were wrong without a word
@@ -29,11 +28,8 @@ def test_a_tensor_group_divides_all_but_the_experts() -> None:
 
 
 class Odd(Parts, experts=lambda: nn.Linear(WIDTH, NUMBER * WIDTH)):
-    """Experts of a form of their own."""
-
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.experts(x).view(*x.shape, NUMBER).sum(-1)
-        return out
+        return self.experts(x).view(*x.shape, NUMBER).sum(-1)
 
 
 class InPlace(Listed):
@@ -44,46 +40,19 @@ class InPlace(Listed):
 
 class Inside(Listed):
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
-        return found
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class Chained(Listed):
-    """Each expert takes what the one before gives."""
-
     def forward(self, x: Tensor) -> Tensor:
         for expert in self.experts:
             x = expert(x)
         return x
 
 
-class Remembering(Expert):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-
 class Mixing(Expert):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x - x.mean(0))
-
-
-class Two(Listed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.more_experts = nn.ModuleList(Expert() for _ in range(NUMBER))
-
-
-class Nested(Listed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([Listed(), Listed()])
-
-
-class Same(Listed):
-    def __init__(self) -> None:
-        super().__init__(2)
-        self.experts = nn.ModuleList([*self.experts, *self.experts])
 
 
 class Centred(Weights):
@@ -104,30 +73,24 @@ class Failing(Parts, layer=Listed):
 
 
 def _with(kind: str) -> nn.Module:
+    listed, stacked = Listed(), Stacked()
+    stacked.experts = Centred(NUMBER)  # type: ignore[assignment]
     match kind:
-        case "none":
-            return nn.Linear(WIDTH, WIDTH)
-        case "three":
-            return Listed(3)
         case "norm":
-            listed = Listed()
             listed.experts[1].norm = nn.BatchNorm1d(WIDTH)
-            return listed
-        case "buffer" | "mixed":
-            listed = Listed()
-            listed.experts[1] = Remembering() if kind == "buffer" else Mixing()
-            return listed
-        case "centred":
-            stacked = Stacked()
-            stacked.experts = Centred(NUMBER)  # type: ignore[assignment]
-            return stacked
-    return _KINDS.get(kind, Listed)()
-
-
-_KINDS: dict[str, type[nn.Module]] = {
-    **{"odd": Odd, "in place": InPlace, "inside": Inside, "chained": Chained, "two": Two},
-    **{"nested": Nested, "same": Same, "fails": Failing},
-}
+        case "buffer":
+            listed.experts[1].register_buffer("seen", torch.zeros(()))
+        case "mixed":
+            listed.experts[1] = Mixing()
+        case "two":
+            listed.more_experts = nn.ModuleList(Expert() for _ in range(NUMBER))
+        case "nested":
+            listed.experts = nn.ModuleList([Listed(), Listed()])
+        case "same":
+            listed.experts = nn.ModuleList([*listed.experts[:2]] * 2)
+    others = {"none": nn.Linear(WIDTH, WIDTH), "three": Listed(3), "odd": Odd(), "in place": InPlace()}
+    others |= {"inside": Inside(), "chained": Chained(), "fails": Failing(), "centred": stacked}
+    return others.get(kind, listed)
 
 
 _TEXTS = {
@@ -135,7 +98,7 @@ _TEXTS = {
     "three": r"module '1' has 3 experts, over 2 members of an expert group: expected a number that",
     "odd": r"module '1.experts' \(Linear\) has experts of an unknown form: expected an nn.ModuleList",
     "norm": r"experts of '1' have a BatchNorm1d, over rows of all members",
-    "buffer": r"experts of '1' have a buffer, 'seen' of a Remembering, which some members would not change",
+    "buffer": r"experts of '1' have a buffer, 'seen' of a Expert, which some members would not change",
     "mixed": r"module '1' gives something else when its experts are divided",
     "in place": r"module '1' has experts, and fails where it is tried: .* changes its input in place: expected a copy",
     "chained": r"module '1' has experts, and fails where it is tried: .* calls its experts otherwise when it runs",

@@ -22,17 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from stagewright import Mesh, PeerLost
 
 
-def _joined(replicas: int, step: int) -> tuple[Tensor, Tensor]:
-    x, y = (torch.cat(each) for each in zip(*(batch(r, step) for r in range(replicas)), strict=True))
-    return x, y
-
-
-def _over_context(options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "batch", partial(batch, length=8))
-        return _trained(options, {"pipe": 1, "context": 2, "expert": 2, **mesh})
-
-
 class Dense(nn.Sequential):
     """What a tensor group divides."""
 
@@ -40,39 +29,45 @@ class Dense(nn.Sequential):
         super().__init__(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH))
 
 
-def _over_tensors(options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
-    with pytest.MonkeyPatch.context() as patch:
-        make = model
-        patch.setitem(globals(), "model", lambda: make(Listed(), Dense(), Stacked(), Dense()))
-        return _trained(options, {"expert": 2, "tensor": 2, "tensor_parallel": "auto", **mesh})
+def joined(counts: list[int], step: int, *, length: int = 5) -> tuple[Tensor, ...]:
+    """The batches of several members as one."""
+    parts = (batch(replica, step, number, length=length) for replica, number in enumerate(counts))
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
-def _trained(options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
+AXES = {
+    "context": {"pipe": 1, "context": 2, "expert": 2},
+    "tensors": {"expert": 2, "tensor": 2, "tensor_parallel": "auto"},
+}
+
+
+def _trained(kind: str, options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
     """Of three steps: differences of losses, weights, evaluation and outputs from those of one plain process."""
     warnings.filterwarnings("ignore", message="the schedule splits the backward")  # experts give little to W
-    delay = int(options.get("schedule") == "2bw")
-    with pipeline(Mesh(**mesh), model=model(), max_grad_norm=1.0, **({"verify": True} | options)) as pipe:
+    delay, length = int(options.get("schedule") == "2bw"), 8 if kind == "context" else 5
+
+    def made() -> nn.Sequential:
+        return model(*((Listed(), Dense(), Stacked(), Dense()) if kind == "tensors" else ()))
+
+    options = {"verify": True, "max_grad_norm": 1.0} | options
+    with pipeline(Mesh(**AXES.get(kind, {}) | mesh), model=made(), **options) as pipe:
         replica, count = pipe.replica
-        plain, wholes = model(), (_joined(count, step) for step in range(3))
+        plain, wholes = made(), (joined([4] * count, step, length=length) for step in range(3))
         expected = train_alone(plain, wholes, partial(torch.optim.AdamW, lr=0.05), delay=delay, clip=1.0).losses
-        results = [pipe.train_step(*batch(replica, step)) for step in range(3)] + pipe.flush()
+        results = [pipe.train_step(*batch(replica, step, length=length)) for step in range(3)] + pipe.flush()
         found = [result.loss for result in results if result.loss is not None]
         differences = [abs(one - other) for one, other in zip(found, expected, strict=True)]
         state = pipe.full_state_dict()
         differences += [float((state[name] - x).abs().max()) for name, x in plain.state_dict().items()]
         plain.load_state_dict(state)
-        x, y = batch(replica, 3)
-        whole = _joined(count, 3)
+        x, y = batch(replica, 3, length=length)
+        whole = joined([4] * count, 3, length=length)
         loss = pipe.eval_step(x, y).loss
         differences.append(abs((math.nan if loss is None else loss) - F.mse_loss(plain(whole[0]), whole[1]).item()))
         output = pipe.predict(x)
         if output is not None:
             differences.append((output - plain(x)).abs().max().item())
         return differences
-
-
-def _as(kind: str, options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
-    return {"tensors": _over_tensors, "context": _over_context}.get(kind, _trained)(options, mesh)
 
 
 ORDER = ("expert", "pipe", "data", "tensor")
@@ -97,16 +92,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes, o
     ),
     # A tensor group divides dense layers, and each of its members computes the same rows in experts of its own.
     "tensors": (8, {"schedule": "1f1b"}, {"pipe": 2}),
-    "tensors of a stream": (
-        4,
-        {"schedule": "2bw"},
-        {"pipe": 1, "order": ("pipe", "tensor", "data", "expert", "context")},
-    ),
-    "tensors, zero1": (
-        8,
-        {"schedule": "1f1b", "recompute": "full"},
-        {"pipe": 1, "data": 2, "data_parallel": "zero1"},
-    ),
+    "tensors of 2bw": (4, {"schedule": "2bw"}, {"pipe": 1, "order": ("pipe", "tensor", "data", "expert", "context")}),
+    "tensors, zero1": (8, {"schedule": "1f1b", "recompute": "full"}, {"pipe": 1, "data": 2, "data_parallel": "zero1"}),
 }
 
 
@@ -114,8 +101,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes, o
 @pytest.mark.parametrize("name", CASES)
 def test_an_expert_group_trains_evaluates_and_predicts_as_one_process(gloo: Pool, name: str) -> None:
     ranks, options, mesh = CASES[name]
-    kind = name.replace(",", "").split()[0]
-    for differences in gloo.run(_as, ranks=ranks, args=(kind, options, mesh)):
+    for differences in gloo.run(_trained, ranks=ranks, args=(name.replace(",", "").split()[0], options, mesh)):
         assert max(differences) < 1e-10
 
 
@@ -141,25 +127,17 @@ def _first(folder: str, samples: list[int]) -> None:
 def _second(folder: str, mesh: dict[str, int], samples: list[int]) -> float:
     """Loads it, steps once more, and clips by hand: the largest difference from one process that made all steps."""
     plain = model()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
-
-    def pass_back(counts: list[int], step: int) -> None:
-        whole = [torch.cat(x) for x in zip(*(batch(r, step, n) for r, n in enumerate(counts)), strict=True)]
-        optimizer.zero_grad()
-        F.mse_loss(plain(whole[0]), whole[1]).backward()
-
-    for step in range(2):
-        pass_back(samples, step)
-        optimizer.step()
     with pipeline(mesh) as pipe:
         replica, count = pipe.replica
         pipe.build(*batch(replica, 2))
         pipe.load(folder)
         pipe.train_step(*batch(replica, 2))
-        pass_back([4] * count, 2)
-        optimizer.step()
+        wholes = [joined(samples, 0), joined(samples, 1), joined([4] * count, 2)]
+        train_alone(plain, wholes, partial(torch.optim.AdamW, lr=0.05))
         pipe.forward_backward(*batch(replica, 3))
-        pass_back([4] * count, 3)
+        x, y = joined([4] * count, 3)
+        plain.zero_grad()
+        F.mse_loss(plain(x), y).backward()
         norms = [pipe.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item()]
         state = pipe.full_state_dict()
         return max(
@@ -250,8 +228,7 @@ class Only(Listed):
 
 class Checkpointed(Parts, inner=GIVEN, is_on=True):
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(self.inner, x, use_reentrant=False) if self.is_on else self.inner(x)
-        return found
+        return checkpoint(self.inner, x, use_reentrant=False) if self.is_on else self.inner(x)
 
 
 class HotStacked(Stacked):

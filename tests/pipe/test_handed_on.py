@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.alone import Alone, near, train_alone, train_piped
-from support.parts import GIVEN, Parts
+from support.parts import GIVEN, Does, Parts
 from support.plain import WIDTH, batch, linear
 from support.pool import Pool
 from support.records import records
@@ -23,8 +23,6 @@ OPTIONS: dict[str, Any] = {"schedule": "gpipe", "num_microbatches": 4, "loss_fn"
 
 
 class Puts(Parts, layer=linear, put=GIVEN):
-    """Hands on its argument."""
-
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.layer(x))
         self.put(x)
@@ -37,23 +35,9 @@ class Takes(Parts, layer=linear, take=GIVEN):
 
 
 class Remembers(Parts, layer=linear):
-    """`self.last = x`."""
-
     def forward(self, x: Tensor) -> Tensor:
         self.last = x
         return torch.tanh(self.layer(x))
-
-
-class Returns(Parts, take=GIVEN):
-    """Returns what another one left, without an operation on it."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, self.take()
-
-
-class Both(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0] * pair[1]
 
 
 def attribute() -> list[nn.Module]:
@@ -63,8 +47,9 @@ def attribute() -> list[nn.Module]:
 
 def shared_object() -> list[nn.Module]:
     box = SimpleNamespace()
-    put = Puts(lambda x: setattr(box, "value", x))
-    return [linear(), put, linear(), Returns(lambda: box.value), Both(), linear()]
+    # What another one left is returned, without an operation on it.
+    takes = Does(lambda x: (x, box.value)), Does(lambda pair: pair[0] * pair[1])
+    return [linear(), Puts(lambda x: setattr(box, "value", x)), linear(), *takes, linear()]
 
 
 def shared_tensor() -> list[nn.Module]:
@@ -106,9 +91,7 @@ def test_a_whole_stage_runs_again() -> None:
 
 @pytest.mark.thorough(but=["attribute"])
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
-def test_even_stages_do_not_part_them_and_a_split_between_them_is_refused(
-    make: Callable[[], list[nn.Module]],
-) -> None:
+def test_even_stages_do_not_part_them_and_a_split_between_them_is_refused(make: Any) -> None:
     agree(pipelined(make, mesh={"pipe": 3}), make)
     message = r"no stage may end between them: '3' takes a tensor .* that '1' passes outside"
     with pytest.raises(ValueError, match=message):
@@ -180,18 +163,14 @@ def test_counters_and_constants_may_be_shared() -> None:
 
 
 class CountsOn(Parts, layer=linear, calls=0):
-    """Each run follows from how many there were."""
-
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        found: Tensor = self.layer(x) * (1 + self.calls % 3)
-        return found
+        return self.layer(x) * (1 + self.calls % 3)
 
 
 class RunsAgain(Parts, counts=CountsOn, b=linear, c=linear):
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.c(self.counts(self.b(self.counts(x))))
-        return found
+        return self.c(self.counts(self.b(self.counts(x))))
 
 
 def chain_that_runs_again() -> nn.Module:
@@ -207,8 +186,7 @@ def test_a_module_that_runs_again_counts_as_in_one_process(make: Callable[[], nn
     x, y = batch(0)
     expected = sum(F.mse_loss(model(a), b).item() for a, b in zip(x.chunk(4), y.chunk(4), strict=True)) / 4
     torch.manual_seed(0)
-    again = make().double()
-    pipe = PipelineModule(again, mesh={"pipe": 2}, num_microbatches=4, loss_fn=F.mse_loss)
+    pipe = PipelineModule(make().double(), mesh={"pipe": 2}, num_microbatches=4, loss_fn=F.mse_loss)
     assert pipe.forward_backward(x, y).loss == pytest.approx(expected, rel=1e-12)
 
 
@@ -237,8 +215,7 @@ class Layer(Parts, layer=linear, rotary=GIVEN, data=False, sets=False):
         if self.sets:
             self.rotary.scale = torch.arange(WIDTH, dtype=x.dtype)
         x = x * self.rotary.scale
-        found: Tensor = x + self.layer(x) * self.rotary(x, data=self.data)
-        return found
+        return x + self.layer(x) * self.rotary(x, data=self.data)
 
 
 class Rotated(nn.Module):

@@ -35,9 +35,7 @@ def halved_rate(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": [p], "lr": rate} for p, rate in zip(parameters, rates, strict=True)])
 
 
-def weights_after(
-    schedule: str, *, hooks: bool, optimizer: Any, before: bool = True, **options: Any
-) -> tuple[list[Tensor], int]:
+def weights_after(schedule: str, *, hooks: bool, optimizer: Any, before: bool = True, **options: Any) -> Any:
     """Weights after 7 batches, and the calls of hooks: on all weights from the build on, or only in batches 2 to 4."""
     torch.manual_seed(0)
     model, calls, handles = layers(), 0, []
@@ -188,14 +186,6 @@ def forgotten(model: Registers) -> None:
     model.total.register_hook(double).remove()
 
 
-def replaced(model: Registers) -> None:
-    model.layers[1]._modules["0"] = model.last
-
-
-def hidden(model: Registers) -> None:
-    vars(model.last)["forward"] = double
-
-
 CHANGES_WHAT_FLOWS = r"registers a hook that changes what flows through a forward of a Linear .* Expected that before"
 IN_FORWARD: dict[str, tuple[Callable[[Registers], Any], str]] = {
     "unit": (lambda m: m.last.register_forward_hook(double), CHANGES_WHAT_FLOWS),
@@ -209,8 +199,8 @@ IN_FORWARD: dict[str, tuple[Callable[[Registers], Any], str]] = {
     "parameter": (lambda m: m.last.weight.register_hook(double), "puts a hook on a parameter"),
     "frozen": (frozen, "sets an attribute of a parameter"),
     "tensor": (forgotten, "removes a hook from a tensor"),
-    "part": (replaced, "changes modules of a Sequential"),
-    "method": (hidden, "changes forward of a Linear"),
+    "part": (lambda m: m.layers[1]._modules.update({"0": m.last}), "changes modules of a Sequential"),
+    "method": (lambda m: vars(m.last).update(forward=double), "changes forward of a Linear"),
 }
 
 

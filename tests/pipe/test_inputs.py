@@ -58,9 +58,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str | int, int | No
 
 @pytest.mark.thorough(but=["batch in another dimension", "nested", "both"])
 @pytest.mark.parametrize(("args", "kwargs", "dims"), CALLS.values(), ids=CALLS.keys())
-def test_a_batch_gives_the_numbers_of_one_process(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dims: dict[str | int, int | None]
-) -> None:
+def test_a_batch_gives_the_numbers_of_one_process(args: tuple[Any, ...], kwargs: dict[str, Any], dims: Any) -> None:
     """M=3 does not divide N=7. The loss is a mean, so that the whole batch is the reference."""
     model, twin = with_twin(Tagger)
     given = dict(args[0]) if args and isinstance(args[0], Mapping) else {}
@@ -97,9 +95,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         (TOKENS, TARGET), {"mask": MASK, "positions": POSITIONS},
         r"inputs have batch sizes \[7, 5, 7\]: .* of mask, positions, tokens; .*batch_dims=\{'positions': its dim",
     ),
-    "what cannot travel": (
-        (TOKENS, TARGET), {"mask": object()}, r"^mask is object: expected tensors, numbers, strings",
-    ),
+    "an object": ((TOKENS, TARGET), {"mask": object()}, r"^mask is object: expected tensors, numbers, strings"),
     "a packed sequence": (
         (), {"tokens": pack_sequence([TOKENS[0]]), "target": TARGET},
         r"tokens is a PackedSequence, .* packed in a module's forward",
@@ -108,9 +104,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         (TOKENS, torch.nested.nested_tensor([*TARGET.double()], layout=torch.jagged)), {"mask": MASK},
         r"a nested tensor in the target: expected a list of one tensor for each sample",
     ),
-    "a mask of another size": (
-        (TOKENS, TARGET), {"mask": MASK[:5]}, r"batch sizes \[5, 7\].* of mask, tokens; .*batch_dims=",
-    ),
+    "a short mask": ((TOKENS, TARGET), {"mask": MASK[:5]}, r"batch sizes \[5, 7\].* of mask, tokens; .*batch_dims="),
 }  # fmt: skip
 
 
@@ -131,12 +125,10 @@ def test_other_flags_and_tensors_that_come_and_go_are_recorded_again() -> None:
     """They were refused: arguments unlike those that the stages were built for."""
     model, twin = with_twin(Tagger)
     pipe = pipeline(model, batch_dims={"positions": None}, verify=2)
-    given: list[dict[str, Any]] = [{"mask": MASK}, {}, {"scale": 0.5, "positions": POSITIONS}, {"mask": MASK}]
-    for kwargs in given:
+    for kwargs in [{"mask": MASK}, {}, {"scale": 0.5, "positions": POSITIONS}, {"mask": MASK}]:
         expected = loss_of(twin(TOKENS, **kwargs), TARGET)
         expected.backward()
-        found = pipe.forward_backward(TOKENS, TARGET, **kwargs)
-        assert found.loss == pytest.approx(expected.item(), abs=1e-12)
+        assert pipe.forward_backward(TOKENS, TARGET, **kwargs).loss == pytest.approx(expected.item(), abs=1e-12)
     others: list[dict[str, Any]] = [{}, {"scale": 0.5}, {"flipped": True}]
     parts = [{"tokens": TOKENS[k : k + 1], **kwargs} for k, kwargs in enumerate(others)]
     for part in parts:  # of one batch
@@ -169,15 +161,9 @@ DIMS: dict[str, tuple[Any, str]] = {
     "no dict": (1, r"batch_dims=1: expected a dict"),
     "no dimension": ({"mask": "first"}, r"batch_dims\['mask'\]='first': expected the number of a dimension, or None"),
     "a wrong key": ({1.5: 0}, r"batch_dims has the key 1\.5"),
-    "a dimension of another tensor": (
-        {"mask": 2},
-        r"batch_dims\['mask'\]=2 and mask has shape \(7, 5\): expected a dimension",
-    ),
+    "a third dimension": ({"mask": 2}, r"batch_dims\['mask'\]=2 and mask has shape \(7, 5\): expected a dimension"),
     "one of the target": ({"target": 2}, r"a target of no samples for inputs of 7: .* in dimension 2"),
-    "nothing to cut": (
-        {"tokens": None, "mask": None},
-        r"inputs? 0.* shared by all microbatches \(batch_dims\)",
-    ),
+    "nothing to cut": ({"tokens": None, "mask": None}, r"inputs? 0.* shared by all microbatches \(batch_dims\)"),
 }
 
 
@@ -209,13 +195,7 @@ CHANCE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tup
 @pytest.mark.thorough(but=["as wide as a weight-4", "the second axis-4", "as wide as a weight-2"])
 @pytest.mark.parametrize("num_microbatches", [2, 4])
 @pytest.mark.parametrize(("forward", "shape", "other", "dim"), CHANCE.values(), ids=CHANCE.keys())
-def test_an_axis_as_long_as_the_batch_by_chance(
-    forward: Callable[[Tensor, Tensor], Tensor],
-    shape: tuple[int, ...],
-    other: tuple[int, ...],
-    dim: int | None,
-    num_microbatches: int,
-) -> None:
+def test_an_axis_as_long_as_the_batch(forward: Any, shape: Any, other: Any, dim: Any, num_microbatches: int) -> None:
     """Microbatches of one sample were broadcast: other numbers, without a word."""
     model, twin = with_twin(lambda: TakesTwo(forward))
     x, given = torch.randn(shape, dtype=torch.float64), torch.randn(other, dtype=torch.float64)
@@ -286,8 +266,7 @@ class Views(Parts, a=lambda: nn.Linear(1, WIDTH), b=lambda: nn.Linear(WIDTH, 1))
     """Views its input [4, N] as one column, which slices of a batch along dimension 1 would not allow."""
 
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.a(x.view(-1, 1)))
-        return self.b(h).view(x.shape[0], x.shape[1]).mean(0)  # [N]
+        return self.b(torch.tanh(self.a(x.view(-1, 1)))).view(x.shape[0], x.shape[1]).mean(0)  # [N]
 
 
 def test_microbatches_along_another_dimension_are_contiguous() -> None:

@@ -54,14 +54,6 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return made
 
 
-def reads_values(model: nn.Module, x: Tensor) -> Tensor:
-    return x if model.training or float(x.sum()) > 0 else -x
-
-
-def of_other_width(model: nn.Module, x: Tensor) -> Tensor:
-    return x if model.training else x[:, :2]
-
-
 def test_a_process_that_never_evaluates_records_and_walks_once(walks: list[bool]) -> None:
     pipe = pipe_of(Model())
     pipe.train_step(X, Y)
@@ -84,12 +76,13 @@ def test_verification_joins_no_outputs(walks: list[bool], evaluated_first: bool)
 @pytest.mark.thorough(but=["code"])
 @pytest.mark.parametrize(
     ("between", "told"),
-    [(reads_values, "evaluation mode"), (of_other_width, "same reduction dim")],
+    [
+        (lambda model, x: x if model.training or float(x.sum()) > 0 else -x, "evaluation mode"),
+        (lambda model, x: x if model.training else x[:, :2], "same reduction dim"),
+    ],
     ids=["code", "shape"],
 )
-def test_a_model_that_cannot_be_evaluated_trains_and_says_so_at_the_first_evaluation(
-    between: Callable[[nn.Module, Tensor], Tensor], told: str
-) -> None:
+def test_a_model_that_cannot_be_evaluated_trains_and_says_so_at_the_first_evaluation(between: Any, told: str) -> None:
     model = Model(between)
     with pytest.raises(ValueError, match=told) as at_once:
         pipe_of(Model(between)).build(X, Y)
@@ -130,8 +123,7 @@ class Late(Parts, inner=lambda: nn.Linear(3, 3)):
         while frame is not None:
             in_stage |= "stagewright stage" in frame.f_code.co_filename
             frame = frame.f_back
-        out: Tensor = self.inner(x) + (1.0 if in_stage and not self.training else 0.0)
-        return out
+        return self.inner(x) + (1.0 if in_stage and not self.training else 0.0)
 
 
 def test_the_first_evaluation_is_compared_with_the_plain_model() -> None:
@@ -188,8 +180,7 @@ def test_a_tensor_that_evaluation_alone_uses_has_its_stage_at_once(walks: list[b
     model = Model(lambda model, x: x)
     model.register_buffer("scale", torch.full((3,), 2.0))
     model.between = lambda model, x: x if model.training else x * model.scale
-    pipe = pipe_of(model)
-    pipe.train_step(X, Y)
+    pipe_of(model).train_step(X, Y)
     assert walks == [True, False]
 
 

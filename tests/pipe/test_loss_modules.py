@@ -28,8 +28,6 @@ from stagewright.pipe import PipelineModule
 
 
 class Scaled(Parts, scale=lambda: nn.Parameter(torch.full((WIDTH,), 0.7)), seen=lambda: torch.zeros(())):
-    """Learns a scale, and counts what it sees."""
-
     def forward(self, output: Tensor) -> Tensor:
         if self.training:
             self.seen += len(output)
@@ -37,8 +35,6 @@ class Scaled(Parts, scale=lambda: nn.Parameter(torch.full((WIDTH,), 0.7)), seen=
 
 
 class ScaledLoss(Scaled):
-    """The same in front of a loss."""
-
     def forward(self, output: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
         return F.mse_loss(super().forward(output), target)
 
@@ -112,9 +108,7 @@ def test_a_loss_stands_in_checkpoints_and_state_dicts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_verify_runs_a_loss_of_its_own(schedule: str) -> None:
     loss = ScaledLoss()
-    pipe = make(schedule=schedule, loss_fn=loss)
-    found = pipe.verify(X, Y)
-    assert found.num_gradients == 13
+    assert make(schedule=schedule, loss_fn=loss).verify(X, Y).num_gradients == 13
     assert loss.scale.grad is None
     assert float(loss.seen) == 0
 
@@ -200,7 +194,6 @@ def alone(model: nn.Module, loss_of: Any, options: dict[str, Any]) -> Alone:
 
 
 def trained(pipe: PipelineModule) -> list[Any]:
-    """Losses and weights."""
     results = [pipe.train_step(*batch(step)[:1], labels=batch(step)[1]) for step in range(STEPS)] + pipe.flush()
     return [[each.loss for each in results if each.loss is not None], pipe.full_state_dict()]
 
@@ -217,12 +210,10 @@ def two_losses(heads: str, schedule: str, cut: list[str]) -> dict[str, Any]:
     warnings.filterwarnings("ignore", message="the schedule splits the backward")
     pipe_ranks = 2 if schedule == "interleaved" else 4
     with pipeline(make_model(heads), mesh={"pipe": pipe_ranks}, schedule=schedule, cut=cut) as pipe:
-        found = trained(pipe)
-        logits = pipe.predict(batch(9)[0])
         return {
-            "trained": found,
+            "trained": trained(pipe),
             "eval": pipe.eval_step(batch(9)[0], labels=batch(9)[1]).loss,
-            "predicted": logits,
+            "predicted": pipe.predict(batch(9)[0]),
             "sent": pipe._building.built("links").message_bytes()[0],
         }
 
@@ -242,15 +233,13 @@ def test_each_loss_is_made_on_its_stage(schedule: str, heads: str) -> None:
 
 def test_only_a_number_of_a_loss_is_sent() -> None:
     """From the stage of the first head the last one gets 8 bytes, and hidden from that of the later block."""
-    sent = two_losses("two", "1f1b", CUT)["sent"]
-    assert sent == [HIDDEN, HIDDEN, HIDDEN + 8]
+    assert two_losses("two", "1f1b", CUT)["sent"] == [HIDDEN, HIDDEN, HIDDEN + 8]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_losses_of_two_stages_over_gloo(gloo: Pool, schedule: str) -> None:
-    ranks = 2 if schedule == "interleaved" else 4
-    for found in gloo.run(two_losses, ranks=ranks, args=("two", schedule, CUT)):
+    for found in gloo.run(two_losses, ranks=2 if schedule == "interleaved" else 4, args=("two", schedule, CUT)):
         check_two_losses(found, "two", schedule)
 
 
@@ -277,8 +266,7 @@ def test_a_head_that_is_the_loss_counts_its_tokens() -> None:
     tokens, labels = batch(0)
     labels = labels.clone()
     labels[:3, 2:] = -100
-    pipe = pipeline(trunk, mesh={"pipe": 2}, loss_fn=head, loss_weight=None)
-    result = pipe.forward_backward(tokens, labels)
+    result = pipeline(trunk, mesh={"pipe": 2}, loss_fn=head, loss_weight=None).forward_backward(tokens, labels)
     wanted = F.cross_entropy(F.linear(plain(tokens), weight).flatten(0, 1), labels.flatten())
     wanted.backward()
     assert result.loss == pytest.approx(wanted.item(), abs=1e-12)
@@ -295,8 +283,7 @@ class Weighed(Parts, model=lambda: make_model("two", reduction="none")):
             h = block(h)
         first = (model.head(h, labels[:, :-1]) * shares[..., 0]).sum()
         h = model.later(model.join(torch.cat([h, model.embed(tokens[:, 1:])], -1)))
-        loss: Tensor = first + LATER * (model.later_head(h, labels[:, 1:]) * shares[..., 1]).sum()
-        return loss
+        return first + LATER * (model.later_head(h, labels[:, 1:]) * shares[..., 1]).sum()
 
 
 def summed(output: Tensor, _: Tensor, *, reduction: str) -> Tensor:
@@ -330,8 +317,7 @@ class Between(Trunk):
         self.head = nn.Linear(HEADS_WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
-        loss: Tensor = sw.linear_cross_entropy(super().forward(tokens), self.head.weight, labels, self.head.bias)
-        return loss
+        return sw.linear_cross_entropy(super().forward(tokens), self.head.weight, labels, self.head.bias)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -353,14 +339,12 @@ class Divided(Between):
         self.head = sw.LinearCrossEntropy(HEADS_WIDTH, vocabulary, bias=True, label_smoothing=0.1, z_loss=0.01)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        out: Tensor = self.head(Trunk.forward(self, tokens), labels)
-        return out
+        return self.head(Trunk.forward(self, tokens), labels)
 
 
 def divided_loss(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
     logits = F.linear(Trunk.forward(model, tokens), model.head.weight, model.head.bias).flatten(0, 1)
-    loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=0.1)
-    return loss + 0.01 * logits.logsumexp(1).square().mean()
+    return F.cross_entropy(logits, labels.flatten(), label_smoothing=0.1) + 0.01 * logits.logsumexp(1).square().mean()
 
 
 def divided(vocabulary: int = VOCABULARY) -> Divided:

@@ -7,14 +7,16 @@ float16: sums in another order are compared in float64, where casts do not make 
 
 import copy
 import math
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.alone import near
-from support.parts import GIVEN, Parts
+from support.parts import GIVEN, Backwards, Parts
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
@@ -22,20 +24,6 @@ from torch import Tensor, nn
 from stagewright.pipe import NonFiniteLossError, PipelineModule, StepRecord
 
 WIDTH, SAMPLES, M, DEPTH = 6, 8, 4, 4
-
-
-class _Overflow(torch.autograd.Function):
-    """The identity; the gradient of `weight` is infinite where a flag is `number`."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, flags: Tensor, number: int) -> Tensor:
-        ctx.save_for_backward((flags == number).any())
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (is_bad,) = ctx.saved_tensors
-        return torch.where(is_bad, math.inf, gradients[0]), None, None
 
 
 class Layer(nn.Module):
@@ -49,7 +37,9 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flags = x[:, :1]
-        h = self.linear(x[:, 1:]).tanh() + _Overflow.apply(self.bias, flags, self.number)
+        is_bad = (flags == self.number).any()
+        bias = Backwards.apply(self.bias, lambda gradient: torch.where(is_bad, math.inf, gradient))
+        h = self.linear(x[:, 1:]).tanh() + bias
         return torch.cat([flags, h.to(x.dtype)], dim=1)
 
 
@@ -85,61 +75,39 @@ def odd_scaler() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=1000.0, growth_factor=3.0, backoff_factor=0.3, growth_interval=2)
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """With an eps above rounding errors, which it would otherwise make larger."""
-    return torch.optim.AdamW(parameters, lr=0.05, eps=1e-2)
-
-
-def decay(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
+# Its eps is above rounding errors, which it would otherwise make larger.
+adamw = partial(torch.optim.AdamW, lr=0.05, eps=1e-2)
+decay = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.7)
 
 
 def half(dtype: torch.dtype = torch.float32) -> torch.autocast:
     return torch.autocast("cpu", torch.float16, enabled=dtype is torch.float32)
 
 
-class Plain:
-    """A loop of plain PyTorch."""
-
-    def __init__(self, *, clip: float | None, dtype: torch.dtype) -> None:
-        self.model, self.clip, self.dtype = model(dtype), clip, dtype
-        self.scaler = odd_scaler()
-        self.optimizer = adamw(self.model.parameters())
-        self.scheduler = decay(self.optimizer)
-        self.skipped: list[bool] = []
-        self.scales: list[float] = []
-        self.losses: list[float] = []
-
-    def step(self, x: Tensor, y: Tensor) -> None:
-        loss = 0.0
-        for each, target in zip(x.tensor_split(M), y.tensor_split(M), strict=True):
-            with half(self.dtype):
-                piece = loss_fn(self.model(each), target) * (len(each) / len(x))
-            self.scaler.scale(piece).backward()
-            loss += piece.item()
-        self.losses.append(loss)
-        self.update()
-
-    def update(self) -> None:
-        """torch's own unscale_, step and update."""
-        self.scaler.unscale_(self.optimizer)
-        if self.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.scaler.step(self.optimizer)
-        before = self.scaler.get_scale()
-        self.scaler.update()
-        self.skipped.append(self.scaler.get_scale() < before)
-        self.scales.append(self.scaler.get_scale())
-        if not self.skipped[-1]:
-            self.scheduler.step()
-        self.optimizer.zero_grad()
-
-
-def plain_run(*, clip: float | None = None, dtype: torch.dtype = torch.float32) -> Plain:
-    plain = Plain(clip=clip, dtype=dtype)
+def plain_run(*, clip: float | None = None, dtype: torch.dtype = torch.float32) -> SimpleNamespace:
+    """A loop of plain PyTorch, with torch's own unscale_, step and update."""
+    own, scale, skipped, losses = model(dtype), odd_scaler(), list[bool](), list[float]()
+    optimizer = adamw(own.parameters())
+    scheduler = decay(optimizer)
     for step, bad in enumerate(BAD):
-        plain.step(*batch(step, bad, dtype))
-    return plain
+        x, y = batch(step, bad, dtype)
+        losses.append(0.0)
+        for each, target in zip(x.tensor_split(M), y.tensor_split(M), strict=True):
+            with half(dtype):
+                piece = loss_fn(own(each), target) * (len(each) / len(x))
+            scale.scale(piece).backward()
+            losses[-1] += piece.item()
+        scale.unscale_(optimizer)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(own.parameters(), clip)
+        scale.step(optimizer)
+        before = scale.get_scale()
+        scale.update()
+        skipped.append(scale.get_scale() < before)
+        if not skipped[-1]:
+            scheduler.step()
+        optimizer.zero_grad()
+    return SimpleNamespace(model=own, clip=clip, scaler=scale, optimizer=optimizer, skipped=skipped, losses=losses)
 
 
 def piped_run(schedule: str, clip: float | None = None, save: Path | None = None, **options: Any) -> dict[str, Any]:
@@ -149,17 +117,9 @@ def piped_run(schedule: str, clip: float | None = None, save: Path | None = None
 
     def make() -> tuple[PipelineModule, torch.amp.GradScaler]:
         own = odd_scaler()
-        settings: dict[str, Any] = {
-            "schedule": schedule,
-            "num_microbatches": M,
-            "loss_fn": loss_fn,
-            "optimizer": adamw,
-            "lr_scheduler": decay,
-            "max_grad_norm": clip,
-            "grad_scaler": own,
-            "mesh": {"pipe": 2},
-            "on_step": told.append,
-        }
+        settings: dict[str, Any] = {"schedule": schedule, "num_microbatches": M, "mesh": {"pipe": 2}}
+        settings |= {"optimizer": adamw, "lr_scheduler": decay, "max_grad_norm": clip, "grad_scaler": own}
+        settings |= {"loss_fn": loss_fn, "on_step": told.append}
         return PipelineModule(model(dtype), **records(**(settings | options))), own
 
     pipe, own = make()
@@ -192,9 +152,8 @@ def piped_run(schedule: str, clip: float | None = None, save: Path | None = None
     return found
 
 
-def agree(found: dict[str, Any], plain: Plain, *, losses: bool = True) -> None:
-    tolerance = 0.0 if plain.clip is None else 1e-12
-    near(found["state"], plain.model.state_dict(), atol=tolerance)
+def agree(found: dict[str, Any], plain: SimpleNamespace, *, losses: bool = True) -> None:
+    near(found["state"], plain.model.state_dict(), atol=0.0 if plain.clip is None else 1e-12)
     if losses:
         assert found["skipped"] == plain.skipped
         assert found["losses"] == pytest.approx(plain.losses, rel=1e-6)
@@ -256,17 +215,13 @@ def piped_run_here(schedule: str, options: dict[str, Any]) -> dict[str, Any]:
     train_step = PipelineModule.train_step
 
     def own_part(self: PipelineModule, x: Tensor, y: Tensor) -> Any:
-        parts = [torch.cat(each.tensor_split(M)[replica::2]) for each in (x, y)]
-        return train_step(self, *parts)
+        return train_step(self, *[torch.cat(each.tensor_split(M)[replica::2]) for each in (x, y)])
 
     PipelineModule.train_step = own_part  # type: ignore[assignment,method-assign]
     try:
         return piped_run(schedule, 0.1, mesh={"pipe": 2, "data": 2}, **options)
     finally:
         PipelineModule.train_step = train_step  # type: ignore[method-assign]
-
-
-# --- what users do beside ---
 
 
 def small(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[PipelineModule, torch.amp.GradScaler]:
@@ -314,8 +269,7 @@ def test_the_scaler_is_the_users() -> None:
 
 def test_gradients_of_several_batches_add_up_scaled() -> None:
     pipe, own = small()
-    plain = plain_run().model
-    plain.load_state_dict(model(torch.float32).state_dict())
+    plain = model(torch.float32)
     optimizer = adamw(plain.parameters())
     with half():
         pipe.forward_backward(*batch(0, {}))
@@ -348,8 +302,6 @@ def test_what_cannot_be() -> None:
 
 
 class Inside(Parts, linear=lambda: nn.Linear(WIDTH, WIDTH), how=GIVEN):
-    """Computes in float16 by itself."""
-
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "cast":
             return self.linear(x).half().float()

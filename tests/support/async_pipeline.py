@@ -84,8 +84,7 @@ def _train(case: AsyncCase, outcome: AsyncOutcome) -> None:
     _flush(pipe, len(case.sizes) - 1, outcome)
     outcome.state = copied(pipe.full_state_dict())
     outcome.optimizer_state = optimizer_states(pipe.named_parameters(), pipe.optimizers)
-    local = pipe.state_dict()
-    if not all(torch.equal(tensor, outcome.state[name]) for name, tensor in local.items()):
+    if not all(torch.equal(tensor, outcome.state[name]) for name, tensor in pipe.state_dict().items()):
         outcome.complaints.append("state_dict after a flush is not that of the newest weights")
     pipe.close()
 

@@ -273,8 +273,7 @@ class _Replay:
         """The loss of one microbatch, each piece under its stage's version."""
         values: Any = inputs
         for piece, stage in enumerate(self.stage_of):
-            module = _pieces(self.versions[row[stage].right])[piece]
-            result = module(*values)
+            result = _pieces(self.versions[row[stage].right])[piece](*values)
             values = result if isinstance(result, tuple) else (result,)
         return self.task.loss(result, target)
 

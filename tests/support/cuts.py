@@ -72,8 +72,7 @@ def agree_with_one_process(
     same_gradients(model, twin)
     for (name, buffer), other in zip(model.named_buffers(), twin.named_buffers(), strict=True):
         assert torch.equal(buffer, other[1]), name
-    evaluation = pipe.eval_step(*given, Y)
-    _same_outputs(evaluation.output, twin.eval()(*(x.clone() for x in inputs)))
+    _same_outputs(pipe.eval_step(*given, Y).output, twin.eval()(*(x.clone() for x in inputs)))
     assert all(torch.equal(mine, x) for mine, x in zip(given, inputs, strict=True)), "the user's batch was changed"
     pipe.close()
     return pipe

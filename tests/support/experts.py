@@ -17,8 +17,7 @@ class Expert(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x)))
-        return out
+        return self.down(F.gelu(self.up(x)))
 
 
 class Listed(nn.Module):
@@ -74,8 +73,7 @@ class Stacked(Listed):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, WIDTH)
         weights, chosen = self.gate(tokens).softmax(-1).topk(self.top)
-        out: Tensor = self.experts(tokens, chosen, weights).view_as(x)
-        return x + out
+        return x + self.experts(tokens, chosen, weights).view_as(x)
 
 
 class Batch(nn.Module):

@@ -3,12 +3,10 @@
     python going_on.py FOLDER SCHEDULE PIPE DATA STEPS    STRIKES="rank:step:point[:signal],..."
 
 Points: begin, F (in a forward), B (in a backward), E (in a forward of an evaluation, under EVALUATES, which also saves
-behind each step), save, saving and snapshot (in front of that and in it), close, loss, vote and norm (before them),
-ready (between them), voted, update, form (before the world is formed anew), formed, again (before the pipeline has
-links again), joined, or so many milliseconds from the beginning of the step. A step may be "first", of this process, or
-"start", the process's own. A signal may be "raise". Each rank writes a line a step: step, loss, seconds, when it ended,
-microbatches that a layer of it has seen; and its number into the file KILLS when it is struck. STAGED: see
-`support.staged`.
+after each step), save, saving and snapshot (before that and in it), close, loss, vote (before them), ready (before the
+vote), voted, update, form (before the world is formed anew), formed, or so many milliseconds from the beginning of the
+step. A signal may be "raise". Each rank writes a line a step: step, loss, microbatches that a layer of it has seen.
+STAGED: see `support.staged`.
 """
 
 import json
@@ -30,7 +28,7 @@ import stagewright as sw
 WIDTH, LAYERS, SAMPLES, NUM_MICROBATCHES = 12, 4, 24, 4
 
 
-_TOLD: dict[tuple[str, str], list[str]] = {}  # of this process: the same loss in another life has the same digest
+_TOLD: dict[tuple[str, str | None], list[str]] = {}  # of this process: a loss has the same digest in another life
 
 
 class Strikes:
@@ -40,37 +38,28 @@ class Strikes:
         told = [word.split(":") for word in text.split(",") if word]
         _TOLD.clear()
         _TOLD.update({(step, point): how for own, step, point, *how in told if int(own) == rank})
-        self.step, self._is_first = 0, True
-        self._start_timers("start")
+        self.step = 0
 
     def begin(self, step: int) -> None:
         self.step = step
-        if self._is_first:
-            for at, point in [key for key in _TOLD if key[0] == "first"]:
-                _TOLD[str(step), point] = _TOLD.pop((at, point))
-        self._is_first = False
-        self._start_timers(str(step))
+        for (at, point), how in _TOLD.items():
+            if at == str(step) and point.isdigit():
+                threading.Timer(int(point) / 1000, strike, [how]).start()
         self.at("begin")
 
-    def _start_timers(self, step: str) -> None:
-        for (at, point), how in _TOLD.items():
-            if at == step and point.isdigit():
-                threading.Timer(int(point) / 1000, strike, [how]).start()
-
-    def at(self, point: str) -> None:
+    def at(self, point: str | None) -> None:
         how = _TOLD.pop((str(self.step), point), None)
         if how is not None:
             strike(how)
 
-    def around(self, target: Any, name: str, point: str, behind: str | None = None) -> None:
-        """Strike in front of a method, or behind it."""
+    def around(self, target: Any, name: str, point: str | None, behind: str | None = None) -> None:
+        """Strike before a method, or after it."""
         method: Callable[..., Any] = getattr(target, name)
 
         def struck(*args: Any, **options: Any) -> Any:
             self.at(point)
             answer = method(*args, **options)
-            if behind is not None:
-                self.at(behind)
+            self.at(behind)
             return answer
 
         setattr(target, name, struck)
@@ -79,9 +68,6 @@ class Strikes:
 def strike(how: list[str]) -> None:
     if how == ["raise"]:
         raise ArithmeticError("so it was told")
-    if kills := os.environ.get("KILLS"):
-        with Path(kills).open("a") as file:
-            file.write(f"{os.environ['RANK']}\n")
     os.kill(os.getpid(), getattr(signal, how[0] if how else "SIGKILL"))
 
 
@@ -102,7 +88,7 @@ class Layer(nn.Module):
         return out
 
 
-def make_pipe(schedule: str, pipe: int, data: int, strikes: Strikes, *, timeout: float = 60.0) -> sw.PipelineModule:
+def make_pipe(schedule: str, pipe: int, data: int, strikes: Strikes) -> sw.PipelineModule:
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         strikes.at("loss")
         return ((output - target) ** 2).mean()
@@ -121,40 +107,27 @@ def make_pipe(schedule: str, pipe: int, data: int, strikes: Strikes, *, timeout:
         optimizer=optimizer,
         max_grad_norm=1.0,
         mesh=sw.Mesh(pipe=pipe, data=data, on_failure="reroute"),
-        timeout=timeout,
+        timeout=60.0,
     )
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    random = torch.Generator().manual_seed(step)
-    x, y = torch.randn(2, SAMPLES, WIDTH, generator=random, dtype=torch.float64)
+    x, y = torch.randn(2, SAMPLES, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
     return x, y
 
 
-def losses(schedule: str, pipe: int, data: int, steps: int) -> list[float]:
-    """Those of an undisturbed run, in one process."""
+def losses(schedule: str, pipe: int, data: int, steps: int) -> list[tuple[float, float]]:
+    """Of each step and of an evaluation after it: those of an undisturbed run, in one process."""
     run = make_pipe(schedule, pipe, data, Strikes("", 0))
-    return [float(run.train_step(*batch(step)).loss or 0.0) for step in range(steps)]
-
-
-def evaluations(schedule: str, pipe: int, data: int, steps: int) -> list[float]:
-    """Those behind each step."""
-    run, found = make_pipe(schedule, pipe, data, Strikes("", 0)), list[float]()
-    for step in range(steps):
-        run.train_step(*batch(step))
-        found.append(float(run.eval_step(*batch(step)).loss or 0.0))
-    return found
-
-
-def _members(run: sw.PipelineModule) -> Any:
-    life: Any = run._building.life  # of Mesh(on_failure="reroute")
-    return life._members
+    calls = run.train_step, run.eval_step
+    return [tuple(call(*batch(step)).loss or 0.0 for call in calls) for step in range(steps)]  # type: ignore[misc]
 
 
 def wait_for_others(run: sw.PipelineModule) -> None:
     from support.inside import dead
 
-    members = _members(run)
+    life: Any = run._building.life  # of Mesh(on_failure="reroute")
+    members = life._members
     outside = {one: members._lives[one] for one in members._lives if one not in members.members}
 
     def asks(one: int, life: int) -> bool:
@@ -171,7 +144,6 @@ def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
     from support.inside import (
         FlushUpdate,
         Membership,
-        PipeContextRun,
         PipeStateState,
         PipeTrainingTraining,
         report_to_launcher,
@@ -183,19 +155,16 @@ def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
     life = os.environ.get("STAGEWRIGHT_LIFE", "")
     strikes = Strikes(os.environ.get(f"STRIKES{life}", ""), rank)
     strikes.around(Membership, "form", "form", behind="formed")
-    strikes.around(PipeContextRun, "__init__", "again", behind="joined")
-    strikes.around(FlushUpdate, "prepare", "norm", behind="ready")
+    strikes.around(FlushUpdate, "prepare", None, behind="ready")
     strikes.around(PipeTrainingTraining, "_vote", "vote", behind="voted")
     strikes.around(PipeStateState, "snapshot", "saving", behind="snapshot")
     staged = staging() if "STAGED" in os.environ else nullcontext()
     with staged, report_to_launcher(), Path(folder, f"{rank}.log").open("a", buffering=1) as log:
-        limit = os.environ.get("LIMIT", "60")
-        run = make_pipe(schedule, int(pipe), int(data), strikes, timeout=float(limit if life else "60"))
+        run = make_pipe(schedule, int(pipe), int(data), strikes)
         for step in range(run.num_steps, int(steps)):
             if str(step) in os.environ.get("WAITS", "").split(","):  # for one that was started again
                 wait_for_others(run)
             strikes.begin(step)
-            started = time.time()
             loss = run.train_step(*batch(step)).loss
             evaluated = []
             if folder_of_saved := os.environ.get("EVALUATES"):
@@ -203,13 +172,9 @@ def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
                 strikes.at("save")
                 run.save(folder_of_saved)
             seen = max(int(b) for name, b in run.state_dict().items() if name.endswith("seen"))
-            log.write(json.dumps([step, loss, time.time() - started, time.time(), seen, *evaluated]) + "\n")
-            if "LIMIT" in os.environ:  # from the next forming on, when all have started
-                object.__setattr__(run._building.options, "timeout", float(limit))
-                _members(run)._timeout = float(limit)
+            log.write(json.dumps([step, loss, seen, *evaluated]) + "\n")
         strikes.at("close")
         run.close()
-        log.write(json.dumps(["threads", len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))]) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 GIVEN: Any = object()
@@ -35,3 +36,23 @@ class Parts(nn.Module):
                 self.register_buffer(name, part)
             else:
                 setattr(self, name, part)
+
+
+class Does(Parts, function=GIVEN):
+    """Does what it is given."""
+
+    def forward(self, *given: Any) -> Any:
+        return self.function(*given)
+
+
+class Backwards(torch.autograd.Function):
+    """The value as it is, whose gradient goes through a function: `Backwards.apply(x, lambda grad: 2 * grad)`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Any) -> Tensor:
+        ctx.change = change
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None]:
+        return ctx.change(gradient), None

@@ -17,8 +17,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, h: Tensor) -> Tensor:
-        out: Tensor = h + self.down(F.gelu(self.up(self.norm(h.cumsum(1) / 4))))
-        return out
+        return h + self.down(F.gelu(self.up(self.norm(h.cumsum(1) / 4))))
 
 
 class Model(nn.Module):
@@ -68,6 +67,5 @@ def make_model(heads: str = "one", **options: Any) -> Model:
 
 
 def batch(step: int, size: int = 8, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    words = torch.randint(vocabulary, (size, LENGTH + 2), generator=generator)
+    words = torch.randint(vocabulary, (size, LENGTH + 2), generator=torch.Generator().manual_seed(step))
     return words[:, :-1], words[:, 1:]
