@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support import small
 from support.alone import near, train_alone, train_piped
 from support.inside import profile_model
 from support.parts import Backwards, Parts
@@ -71,9 +72,8 @@ decaying = partial(SGD, lr=0.05, weight_decay=0.5)
 
 
 def piped(model: nn.Module, loss_fn: Loss, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": MICROBATCHES, "example_inputs": batch(1)[:1]}
-    settings |= {"loss_fn": loss_fn, "optimizer": decaying, "timeout": 120.0}
-    return PipelineModule(model, **records(**(settings | options)))
+    settings = {"example_inputs": batch(1)[:1], "optimizer": decaying, "timeout": 120.0}
+    return small.make(model=model, loss_fn=loss_fn, **settings | options)
 
 
 BATCHES = [batch(-1, -1, -1, -1), batch(-1, 1, -1, -1), batch(-1, -1, -1, -1), batch(1, 1, -1, 1)]
@@ -195,11 +195,9 @@ def plain(*, delay: int, max_norm: float | None, steps: int = 4) -> dict[str, Te
         for x, y in zip(X.chunk(4), Y.chunk(4), strict=True):
             (nn.functional.mse_loss(other(x), y) / 4).backward()  # type: ignore[no-untyped-call]
         gradients = [p.grad for p in other.parameters()]
-        assert gradients[0] is not None
         assert gradients[0].is_sparse
         norm = torch.stack([g.to_dense().norm() for g in gradients if g is not None]).norm()
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            assert gradient is not None
             factor = 1.0 if max_norm is None else min(1.0, max_norm / (norm.item() + 1e-6))
             parameter.grad = gradient * factor
         for optimizer in made:

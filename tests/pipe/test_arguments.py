@@ -38,8 +38,7 @@ X, Y = (torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)) for see
 def tiny(**options: Any) -> sw.PipelineModule:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-    settings: dict[str, Any] = {"loss_fn": F.mse_loss, "mesh": {"pipe": 2}, "num_microbatches": 4}
-    settings["optimizer"] = sgd
+    settings = {"loss_fn": F.mse_loss, "mesh": {"pipe": 2}, "num_microbatches": 4, "optimizer": sgd}
     return sw.PipelineModule(model, **(settings | options))
 
 
@@ -198,8 +197,7 @@ def test_a_mesh_of_torch_is_taken_as_it_is(gloo: Pool) -> None:
 
 def test_a_model_in_evaluation_mode_is_told_before_it_trains() -> None:
     """As from_pretrained leaves it: trained without dropout, and without a word."""
-    options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "mesh": {"pipe": 2}}
-    options["optimizer"] = sgd
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "mesh": {"pipe": 2}, "optimizer": sgd}
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)).eval()
     pipe = sw.PipelineModule(model, **options)
     pipe.predict(X)

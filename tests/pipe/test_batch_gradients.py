@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 batch = partial(plain_batch, samples=11)
+same = partial(near, rtol=1e-12, atol=1e-14)
 
 
 class Skipping(Parts, layers=lambda: nn.ModuleList(nn.Linear(WIDTH, WIDTH, **DOUBLE) for _ in range(6))):
@@ -61,10 +62,6 @@ def pipelined(options: dict[str, Any], frozen: bool) -> dict[str, Tensor | None]
         x, y = batch(number)
         pipe.forward_backward(front(x) * leaf, front.prompt, y)
     return gradients(front, leaf)
-
-
-def same(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
-    near(found, expected, rtol=1e-12, atol=1e-14)
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -114,6 +114,11 @@ class Trips:
             raise self.kind("the disk of the log is full")
 
 
+class Schedule(SimpleNamespace):
+    def step(self) -> None:
+        self.trips()
+
+
 def steps(pipe: PipelineModule) -> None:
     for _ in range(3):
         pipe.train_step(X, Y)
@@ -133,7 +138,7 @@ def test_the_run_is_over_until_a_checkpoint_is_loaded(schedule: str, where: str,
     trips = Trips(kind)
 
     def scheduled(trips: Trips) -> dict[str, Any]:
-        made = SimpleNamespace(step=trips, state_dict=dict, load_state_dict=lambda state: None)
+        made = Schedule(trips=trips, state_dict=dict, load_state_dict=lambda state: None)
         return {"lr_scheduler": lambda optimizer: made} if where == "lr_scheduler" else {}
 
     pipe, other = make(schedule=schedule, **scheduled(trips)), make(schedule=schedule, **scheduled(Trips(KeyError)))

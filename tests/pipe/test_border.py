@@ -172,23 +172,19 @@ class Tied(Parts, table=lambda: nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), inn
         return self.inner(x @ self.table) @ self.table.t()  # type: ignore[no-any-return]
 
 
-def _in_place(p: Tensor) -> None:
-    p.mul_(0.5)
+EDITS: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda p: p.mul_(0.5),
+    "data": lambda p: p.data.mul_(0.5),
+    "new data": lambda p: setattr(p, "data", p.data * 0.5),
+    "frozen": lambda p: p.requires_grad_(False),
+}
 
 
-def _data(p: Tensor) -> None:
-    p.data.mul_(0.5)
-
-
-def _new_data(p: Tensor) -> None:
-    p.data = p.data * 0.5
-
-
-@pytest.mark.thorough(but=["1-all-_data"])
-@pytest.mark.parametrize("edit", [_in_place, _data, _new_data])
+@pytest.mark.thorough(but=["1-all-data"])
+@pytest.mark.parametrize("edit", [*EDITS][:3])
 @pytest.mark.parametrize("which", ["all", "table"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_edit_of_a_tied_weight_reaches_all_that_hold_it(edit: Any, which: str, num_ranks: int) -> None:
+def test_an_edit_of_a_tied_weight_reaches_all_that_hold_it(edit: str, which: str, num_ranks: int) -> None:
     """2bw over two ranks of one process: the second one holds a copy."""
     torch.manual_seed(0)
     model = Tied()
@@ -198,7 +194,7 @@ def test_an_edit_of_a_tied_weight_reaches_all_that_hold_it(edit: Any, which: str
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if which in ("all", name):
-                edit(parameter)
+                EDITS[edit](parameter)
     edited = model.table.detach().clone()
     fresh = make(model=Tied(), schedule="2bw", mesh={"pipe": num_ranks}, num_microbatches=4)
     fresh.load_state_dict(pipe.state_dict())
@@ -214,18 +210,14 @@ def test_an_edit_of_a_tied_weight_reaches_all_that_hold_it(edit: Any, which: str
     assert all(torch.equal(own, held[0]) for own in held)
 
 
-def _freeze(p: Tensor) -> None:
-    p.requires_grad_(False)
-
-
-@pytest.mark.parametrize("edit", [_in_place, _data, _new_data, _freeze])
+@pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
-def test_edits_are_refused_under_way_until_a_flush(edit: Callable[[Tensor], None], schedule: str) -> None:
+def test_edits_are_refused_under_way_until_a_flush(edit: str, schedule: str) -> None:
     pipe = stream(schedule)
     pipe.train_step(X, Y)
     with torch.no_grad():
-        edit(pipe.parameters()[3])
-    what = "requires_grad of parameter" if edit is _freeze else "parameter"
+        EDITS[edit](pipe.parameters()[3])
+    what = "requires_grad of parameter" if edit == "frozen" else "parameter"
     with pytest.raises(ValueError, match=rf"^{what} '1.bias' was changed while batches 0 to 0 .* expected flush\(\)"):
         pipe.train_step(X, Y)
     pipe.flush()
@@ -244,9 +236,6 @@ def test_weights_that_are_no_numbers_do_not_look_changed() -> None:
         other.parameters()[0].fill_(math.nan)
     for _ in range(3):
         other.train_step(X, Y)
-
-
-# --- checkpoints, replicas and autocast of asynchronous schedules ---
 
 
 @pytest.mark.thorough

@@ -68,7 +68,6 @@ def test_many_units_that_are_alike() -> None:
     """As in a stage of 40 blocks."""
     seconds, held = np.tile([0.0, 1.0, 2.5], (40, 1)), np.tile([30.0, 14.0, 2.0], (80, 40, 1))
     found = fit(seconds, HeldMoments(np.arange(80.0), held), 800.0 + 79)
-    assert found is not None
     assert took(seconds, found) == 25.0  # 16 bytes a second, and then 12 for 1.5
 
 
@@ -113,7 +112,6 @@ def measured(pipe: PipelineModule, *inputs: Tensor) -> dict[int, float]:
     """
     pipe.train_step(*inputs)  # the optimizers have their state
     pipeline = pipe._building.pipeline
-    assert pipeline is not None
     message = inputs[0].nbytes // M
     level, most, live = defaultdict[int, int](int), defaultdict[int, int](int), LiveBytes()
 
@@ -271,8 +269,6 @@ def test_what_does_not_fit_names_the_least_that_does() -> None:
         pipe.train_step(*x_y)
     alone = re.search(r"messages alone take (\d+)B", str(error.value))
     smallest = re.search(r"Expected \{'memory_budget': '(\d+B)'\}", str(error.value))
-    assert alone is not None
-    assert smallest is not None
     weights = sum(p.nbytes for p in list(pipe.parameters())[:20])
     assert 4 * weights <= int(alone[1]) <= 4.4 * weights  # AdamW takes something while it steps
     assert pipe.num_steps == 0
@@ -317,7 +313,6 @@ def test_processes_choose_for_their_own_stages(gloo: Pool) -> None:
         ({"memory_budget": "0B"}, "above 0"),
         ({"memory_budget": "six"}, "'six': expected a number and a unit"),
         ({"memory_budget": 6}, "for 2 stages"),
-        ({"memory_budget": None}, "for 2 stages"),
         ({"memory_budget": ["6GiB"]}, "for 2 stages"),
         ({"memory_budget": "6GiB", "0": "full"}, "'0': 'full'} for 2 stages"),
     ],

@@ -13,8 +13,7 @@ from support.cuts import WIDTH, Counting, Layers, X, Y, agree_with_one_process, 
 from support.parts import Does, Parts
 from support.plain import batch as plain_batch
 from support.plain import linear as narrow
-from support.records import records
-from support.small import sgd
+from support.small import make
 from torch import Tensor, nn
 
 from stagewright.comm import InProcessTransport
@@ -164,9 +163,6 @@ def test_building_computes_nothing_and_changes_nothing(traced: bool) -> None:
     assert "Tensor" not in _CALLED_WITH  # fakes alone
 
 
-# --- the batch size in Python ---
-
-
 class DividesByTheBatch(Layers):
     """int() makes the size of the recorded batch a constant."""
 
@@ -207,9 +203,7 @@ def batch(samples: int = 2 * MICROBATCHES) -> tuple[Tensor, Tensor]:
 
 
 def make_pipe(**options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": MICROBATCHES, "timeout": 120.0}
-    settings |= {"loss_fn": F.mse_loss, "optimizer": sgd, "example_inputs": batch()[:1]}
-    return PipelineModule(Dense().double(), **records(**(settings | options)))
+    return make(model=Dense().double(), **{"num_microbatches": MICROBATCHES, "example_inputs": batch()[:1]} | options)
 
 
 class CountingTransport:

@@ -60,9 +60,6 @@ def test_the_place_in_the_data_goes_to_other_batches_and_to_no_other_order(tmp_p
         pipe.load(tmp_path / "without", loader=loader)
 
 
-# --- what is refused ---
-
-
 def saved(folder: Path, steps: int = 1, schedule: str = "1f1b") -> Path:
     pipe = make(schedule, 2)
     train(pipe, range(steps))
@@ -189,7 +186,6 @@ def test_odd_values_anywhere_in_a_manifest_are_refused_by_its_name(tmp_path: Pat
     for schedule in ("2bw", "1f1b"):
         pipe, loader = trained(schedule)
         place = pipe.save(tmp_path / schedule, loader=loader).path
-        assert place is not None
         good = json.loads((place / "checkpoint.json").read_text())
         places = [at for at in places_in(good) if at[0] not in ("version", "sha256")]
         before = state_of(pipe)

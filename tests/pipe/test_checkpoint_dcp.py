@@ -7,6 +7,7 @@ import struct
 import tracemalloc
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.inside import main
+from support.plain import batch as plain_batch
 from support.pool import Pool
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -37,9 +39,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": rest}, {"params": flat, "weight_decay": 0.0}], lr=1e-2, betas=(0.8, 0.9))
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return tuple(torch.randn(8, n, generator=generator, dtype=torch.float64) for n in (6, 1))  # type: ignore[return-value]
+batch = partial(plain_batch, out=1)
 
 
 def make(**options: Any) -> PipelineModule:
@@ -152,8 +152,8 @@ def test_fsdp_and_a_plain_process_go_on_from_what_a_pipeline_saved(gloo: Pool, t
 
 
 class Evil:
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, folder: Path) -> None:
+        self.file = folder.parent / "ran"
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return Path.touch, (self.file,)
@@ -176,10 +176,6 @@ def metadata(folder: Path) -> Any:
 
 def rewrite(folder: Path, content: Any) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(content))
-
-
-def mark(folder: Path) -> Evil:
-    return Evil(folder.parent / "ran")
 
 
 def written(data: bytes) -> Callable[[Path], object]:
@@ -262,31 +258,15 @@ def fifo_of_chunks(folder: Path) -> None:
     (folder / "__0_0.distcp").symlink_to(folder / "there")
 
 
-def evil_value(folder: Path) -> None:
-    torch.save(mark(folder), folder / "made")
-    chunk_of(folder, NAMED, (folder / "made").read_bytes())
-
-
-def by_numbers(folder: Path) -> None:
-    plain = model()
-    optimizer = adamw(plain.parameters())
-    train(plain, optimizer, range(1))
-    saved({"model": plain.state_dict(), "optimizer": optimizer.state_dict()}, folder)
-
-
 def value_of(pickled: bytes) -> Callable[[Path], object]:
     return lambda folder: chunk_of(folder, NAMED, archive(pickled, folder))
-
-
-def cut_off(folder: Path) -> None:
-    (folder / "__0_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes()[:2000])
 
 
 WEIGHT, RECORD = "model.0.weight", b"ctorch.distributed.checkpoint.metadata\n"
 UNREAD = "cannot be read as a folder of torch.distributed.checkpoint"
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "evil": (
-        lambda folder: rewrite(folder, mark(folder)),
+        lambda folder: rewrite(folder, Evil(folder)),
         "names pathlib.Path.touch|names builtins.getattr|names pathlib.Path, which is not one of DCP's records",
     ),
     # Changing a class that a pickle may name: found.chunks = None, and torch's own must stay as they are.
@@ -297,7 +277,10 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         "cannot be read as a folder",
     ),
     # The optimizer's rate is a pickle that runs code: torch's own reader runs it.
-    "evil_value": (evil_value, "which a checkpoint cannot hold"),
+    "evil_value": (
+        lambda folder: chunk_of(folder, NAMED, archive(pickle.dumps(Evil(folder), protocol=2), folder)),
+        "which a checkpoint cannot hold",
+    ),
     "elsewhere": (
         edited(lambda content, _: vars(next(iter(content.storage_data.values()))).update(relative_path="../d/x")),
         "names files elsewhere",
@@ -306,7 +289,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         edited(lambda content, _: content.state_dict_metadata[WEIGHT].chunks.clear()),
         "'model.0.weight' is not there whole",
     ),
-    "cut_off": (cut_off, UNREAD),
+    "cut_off": (lambda folder: os.truncate(folder / "__0_0.distcp", 2000), UNREAD),
     "no_folder": (
         lambda folder: (folder / ".metadata").unlink(),
         "expected a plain file, or a folder of DCP, with .metadata",
@@ -315,7 +298,12 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: saved({"model": model().state_dict()}, folder),
         "has no optimizer: expected one next to 'model'",
     ),
-    "by_numbers": (by_numbers, "of torch.distributed.checkpoint.state_dict.get_state_dict"),
+    "by_numbers": (
+        lambda folder: saved(
+            {"model": model().state_dict(), "optimizer": adamw(model().parameters()).state_dict()}, folder
+        ),
+        "of torch.distributed.checkpoint.state_dict.get_state_dict",
+    ),
     "nested": (lambda folder: saved({"model": {"a": {"b": torch.ones(1)}}}, folder), "expected a model's state_dict"),
     # A thousand times its size in memory, before it was refused.
     "two_lists": (

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import small
 from support.alone import near
 from support.inside import LAST_UPDATE
 from support.plain import batch as plain_batch
@@ -27,10 +28,9 @@ def make(
 ) -> PipelineModule:
     torch.manual_seed(3)
     layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())]
-    settings: dict[str, Any] = {"schedule": schedule, "num_microbatches": 4, "num_chunks": chunks, "timeout": 120.0}
-    settings |= {"mesh": {"pipe": ranks}, "example_inputs": batch(0)[:1], "loss_fn": nn.functional.mse_loss}
-    settings |= {"optimizer": optimizer, "lr_scheduler": scheduler} | options
-    return PipelineModule(nn.Sequential(*layers, nn.LayerNorm(6), nn.Linear(6, 2)).double(), **records(**settings))
+    model = nn.Sequential(*layers, nn.LayerNorm(6), nn.Linear(6, 2)).double()
+    options |= {"schedule": schedule, "num_chunks": chunks, "mesh": {"pipe": ranks}, "example_inputs": batch(0)[:1]}
+    return small.make(model=model, optimizer=optimizer, lr_scheduler=scheduler, timeout=120.0, **options)
 
 
 def train(pipe: PipelineModule, steps: range) -> list[float | None]:

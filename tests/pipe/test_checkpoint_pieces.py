@@ -340,14 +340,12 @@ def _model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), _Caster(), nn.Linear(4, 4)).double()
 
 
+_X, _Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
 def _pipeline(**mesh: Any) -> PipelineModule:
     options: dict[str, Any] = {"num_microbatches": 2, "loss_fn": F.mse_loss, "optimizer": sgd}
     return PipelineModule(_model(), mesh=Mesh(**mesh), **options)
-
-
-def _batch(replicas: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return x[0].repeat(replicas, 1), x[1].repeat(replicas, 1)
 
 
 def _worst(state: dict[str, Any], plain: dict[str, Any]) -> float:
@@ -357,20 +355,20 @@ def _worst(state: dict[str, Any], plain: dict[str, Any]) -> float:
 
 def _saved(folder: Path, mesh: dict[str, int]) -> list[float]:
     plain = _model()
-    F.mse_loss(plain(_batch(1)[0]), _batch(1)[1]).backward()
+    F.mse_loss(plain(_X), _Y).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     expected = plain.state_dict()
     with _pipeline(**mesh) as pipe:
-        pipe.build(*_batch(1))
+        pipe.build(_X, _Y)
         pipe.save(folder / "before")  # who writes what is agreed on here
-        pipe.train_step(*_batch(1))
+        pipe.train_step(_X, _Y)
         pipe.save(folder / "after")
         found = [_worst(pipe.full_state_dict(), expected)]
         with pytest.raises(ValueError, match=r"is of another model|float64, and it is in float32"):
             pipe.load(folder / "before")
     with _pipeline(**mesh) as pipe:
-        pipe.train_step(*_batch(1))
-        pipe.train_step(*_batch(1))
+        pipe.train_step(_X, _Y)
+        pipe.train_step(_X, _Y)
         pipe.load(folder / "after")
         return [*found, _worst(pipe.full_state_dict(), expected)]
 
@@ -385,7 +383,7 @@ def test_state_has_the_types_and_shapes_after_the_forward(gloo: Pool, tmp_path: 
 def _divided(kind: str) -> None:
     text = r"parameter '2.router.weight' was torch.float64 when the stages were built, .* into torch.float32"
     with pytest.raises(ValueError, match=text), _pipeline(pipe=1, data=2, data_parallel=kind) as pipe:
-        pipe.train_step(*_batch(1))
+        pipe.train_step(_X, _Y)
 
 
 @pytest.mark.thorough
@@ -397,7 +395,7 @@ def test_replicas_that_divide_the_weight_name_it(gloo: Pool, kind: str) -> None:
 def _on_one_of_two() -> None:
     model = _model()
     with PipelineModule(model, mesh=Mesh(pipe=1, data=2), num_microbatches=2, loss_fn=F.mse_loss) as pipe:
-        pipe.forward_backward(*_batch(1))
+        pipe.forward_backward(_X, _Y)
         if pipe.replica[0] == 1:
             model[2].double()
         text = r"'2.seen' was float64 .* is float32 .* on process 0 and float64 .* on process 1"

@@ -265,8 +265,3 @@ def test_microbatches_of_other_lengths_weigh_as_without_a_context_group(gloo: Po
 @pytest.mark.parametrize("kind", _REFUSED)
 def test_what_a_context_group_does_not_divide_is_refused(gloo: Pool, kind: str) -> None:
     gloo.run(_refused, ranks=2, args=(kind,))
-
-
-def test_a_context_group_in_one_process_is_refused() -> None:
-    with pytest.raises(ValueError, match=r'members of a context group are processes. Expected "context": 1, or 2 proc'):
-        PipelineModule(chain(), mesh={"pipe": 1, "context": 2}, loss_fn=mean_loss)

@@ -28,16 +28,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"
 Make = Callable[[Edits], object]
 
 
-def _replaced(pattern: str) -> Make:
-    return lambda edits: edits[pattern].replace(nn.Sequential)
-
-
 # A model, and edits of it. Its own dropout draws the same numbers in both.
 MODELS: dict[str, dict[str, Make]] = {
     "gpt": {
         "checkpoint": lambda edits: edits["[45]"].checkpoint(),
         "keeping": lambda edits: edits["6"].checkpoint(keep=["aten.mm.default", "aten.addmm.default"]),
-        "replace": _replaced("*.down"),
+        "replace": lambda edits: edits["*.down"].replace(nn.Sequential),
         "cut": lambda edits: edits["5"].cut(),
         "dtype": lambda edits: edits["3.up"].dtype(torch.float32),
         "compile": lambda edits: edits["2.project"].compile("aot_eager", gate=False),
@@ -45,12 +41,12 @@ MODELS: dict[str, dict[str, Make]] = {
     },
     "batchnorm-cnn": {
         "checkpoint": lambda edits: edits["convolutions.1"].checkpoint(),
-        "replace": _replaced("norms.*"),
+        "replace": lambda edits: edits["norms.*"].replace(nn.Sequential),
         "cut": lambda edits: edits["convolutions.3"].cut(),
     },
     "lstm": {
         "checkpoint": lambda edits: edits["3"].checkpoint(),
-        "replace": _replaced("11"),
+        "replace": lambda edits: edits["11"].replace(nn.Sequential),
         "cut": lambda edits: edits["5"].cut(),
         "dtype": lambda edits: edits["0"].dtype("float32"),
         "layernorm": lambda edits: edits["10"].keep_less("layernorm"),

@@ -178,19 +178,16 @@ def test_what_methods_are_given(use: Callable[[PipelineModule], object], message
 
 # --- schedules from files ---
 
+FILE = "0F0,,,0B0\n,1F0,1B0,\n"
 FILES: dict[str, tuple[str, dict[str, Any], str]] = {
     "bad cell": ("0F0,,,0B0\n,1F0,1X0,\n", {}, r"plan\.csv: row 2, column 3: cannot read the .* '1X0': .*3F12"),
-    "other microbatches": (
-        "0F0,,,0B0\n,1F0,1B0,\n",
+    "microbatches": (
+        FILE,
         {"num_microbatches": 4},
-        r"num_microbatches=4 for a schedule of 1: expected 1, or leave it out",
+        "num_microbatches=4 for a schedule of 1: expected 1, or leave it out",
     ),
-    "other ranks": (
-        "0F0,,,0B0\n,1F0,1B0,\n",
-        {"mesh": {"pipe": 3}},
-        r'mesh=\{"pipe": 3\} for a schedule of 2 ranks: expected mesh=\{"pipe": 2\}',
-    ),
-    "other chunks": ("0F0,,,0B0\n,1F0,1B0,\n", {"num_chunks": 2}, r"num_chunks=2 for a schedule of 1 stages per rank"),
+    "ranks": (FILE, {"mesh": {"pipe": 3}}, 'mesh={"pipe": 3} for a schedule of 2 ranks: expected mesh={"pipe": 2}'),
+    "chunks": (FILE, {"num_chunks": 2}, "num_chunks=2 for a schedule of 1 stages per rank"),
 }
 
 

@@ -22,11 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from stagewright import Mesh, PeerLost
 
 
-class Dense(nn.Sequential):
+def dense() -> nn.Sequential:
     """What a tensor group divides."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH))
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH))
 
 
 def joined(counts: list[int], step: int, *, length: int = 5) -> tuple[Tensor, ...]:
@@ -47,7 +45,7 @@ def _trained(kind: str, options: dict[str, Any], mesh: dict[str, Any]) -> list[f
     delay, length = int(options.get("schedule") == "2bw"), 8 if kind == "context" else 5
 
     def made() -> nn.Sequential:
-        return model(*((Listed(), Dense(), Stacked(), Dense()) if kind == "tensors" else ()))
+        return model(*((Listed(), dense(), Stacked(), dense()) if kind == "tensors" else ()))
 
     options = {"verify": True, "max_grad_norm": 1.0} | options
     with pipeline(Mesh(**AXES.get(kind, {}) | mesh), model=made(), **options) as pipe:
@@ -180,7 +178,6 @@ def _auxiliary(schedule: str) -> float:
     own = copy.deepcopy(plain)
     parts = [each for r in range(2) for each in zip(*(x.chunk(2) for x in batch(r, 0)), strict=True)]
     loss = sum(_balanced_loss(plain(x), y) for x, y in parts) / len(parts)
-    assert isinstance(loss, Tensor)
     loss.backward()
     with pipeline({"pipe": 2, "expert": 2}, model=own, loss_fn=_balanced_loss, schedule=schedule, verify=True) as pipe:
         found = pipe.forward_backward(*batch(pipe.replica[0], 0)).loss or math.nan
@@ -336,7 +333,7 @@ def _with_dropout(mesh: Mesh) -> list[float]:
     group, which compare gradients of what they hold whole, draw the same numbers in experts."""
     found: list[list[Tensor]] = []
     for is_on, recompute in ((False, "none"), (True, "none"), (False, "full")):
-        own = model(Dense(), Checkpointed(Noisy(), is_on=is_on), Checkpointed(Noisy(), is_on=is_on))
+        own = model(dense(), Checkpointed(Noisy(), is_on=is_on), Checkpointed(Noisy(), is_on=is_on))
         with pipeline(mesh, model=own, recompute=recompute) as pipe:
             pipe.forward_backward(*batch(0, 0))  # the same on both members
             found.append([p.grad for p in pipe.parameters() if p.grad is not None])

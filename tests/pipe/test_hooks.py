@@ -177,10 +177,6 @@ def adds_in_place(module: nn.Module, args: Any, output: Tensor) -> None:
     output.add_(1)
 
 
-def frozen(model: Registers) -> None:
-    model.last.weight.requires_grad_(False)
-
-
 def forgotten(model: Registers) -> None:
     model.total = linear().weight * 0
     model.total.register_hook(double).remove()
@@ -197,7 +193,7 @@ IN_FORWARD: dict[str, tuple[Callable[[Registers], Any], str]] = {
     ),
     "all": (lambda _: nn.modules.module.register_module_forward_hook(nothing), "registers a hook on all modules"),
     "parameter": (lambda m: m.last.weight.register_hook(double), "puts a hook on a parameter"),
-    "frozen": (frozen, "sets an attribute of a parameter"),
+    "frozen": (lambda m: setattr(m.last.weight, "requires_grad", False), "sets an attribute of a parameter"),
     "tensor": (forgotten, "removes a hook from a tensor"),
     "part": (lambda m: m.layers[1]._modules.update({"0": m.last}), "changes modules of a Sequential"),
     "method": (lambda m: vars(m.last).update(forward=double), "changes forward of a Linear"),

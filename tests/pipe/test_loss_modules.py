@@ -243,12 +243,11 @@ def test_losses_of_two_stages_over_gloo(gloo: Pool, schedule: str) -> None:
         check_two_losses(found, "two", schedule)
 
 
-class Trunk(nn.Module):
-    """Hidden states, for a head that is the loss."""
+EMBED, BLOCKS = (lambda: nn.Embedding(VOCABULARY, HEADS_WIDTH)), (lambda: nn.ModuleList(Block() for _ in range(2)))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(VOCABULARY, HEADS_WIDTH), nn.ModuleList(Block() for _ in range(2))
+
+class Trunk(Parts, embed=EMBED, blocks=BLOCKS):
+    """Hidden states, for a head that is the loss."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         h: Tensor = self.embed(tokens)
@@ -309,12 +308,8 @@ def test_losses_with_counts_of_their_own_are_sums_of_shares() -> None:
     same_gradients(model, plain)
 
 
-class Between(Trunk):
+class Between(Trunk, embed=EMBED, blocks=BLOCKS, head=lambda: nn.Linear(HEADS_WIDTH, VOCABULARY)):
     """The function itself, between modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(HEADS_WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         return sw.linear_cross_entropy(super().forward(tokens), self.head.weight, labels, self.head.bias)

@@ -66,15 +66,9 @@ def batch(step: int, bad: dict[int, int], dtype: torch.dtype = torch.float32) ->
 BAD: list[dict[int, int]] = [{}, {1: 1}, {}, {}, {0: 4}, {3: 2, 0: 3}, {}, {}, {}, {}, {2: 1}, {}]
 
 
-def scaler(init_scale: float = 2.0**10) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
-
-
-def odd_scaler() -> torch.amp.GradScaler:
-    """Its factors are no powers of two: another scale makes other last bits."""
-    return torch.amp.GradScaler("cpu", init_scale=1000.0, growth_factor=3.0, backoff_factor=0.3, growth_interval=2)
-
-
+scaler = partial(torch.amp.GradScaler, "cpu", init_scale=2.0**10, growth_interval=2)
+# Its factors are no powers of two: another scale makes other last bits.
+odd_scaler = partial(scaler, init_scale=1000.0, growth_factor=3.0, backoff_factor=0.3)
 # Its eps is above rounding errors, which it would otherwise make larger.
 adamw = partial(torch.optim.AdamW, lr=0.05, eps=1e-2)
 decay = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.7)
@@ -335,7 +329,7 @@ def test_float16_inside_a_module_wants_a_scale_too(schedule: str) -> None:
 
 
 def test_a_scale_that_has_shrunk_to_nothing_is_an_error() -> None:
-    pipe, _ = small(grad_scaler=scaler(2.0**-149))
+    pipe, _ = small(grad_scaler=scaler(init_scale=2.0**-149))
     x, y = batch(0, {})
     with half(), pytest.raises(NonFiniteLossError, match="the loss scale has shrunk to 0"):
         pipe.train_step(x, torch.full_like(y, math.inf))

@@ -43,16 +43,12 @@ def make_schedule(case: AsyncCase) -> Any:
     """The schedule's name where it says all, else what `build` makes."""
     from stagewright.schedules import build
 
-    sizes: dict[str, Any] = {"num_ranks": case.num_ranks, "num_microbatches": case.num_microbatches}
-    if case.schedule == "pipedream" and (case.update_every != 1 or case.vertical_sync):
-        return build("pipedream", **sizes, update_every=case.update_every, vertical_sync=case.vertical_sync)
-    if case.schedule == "paci":
-        return build("paci", **sizes, update_every=case.update_every, replicas=case.replicas)
-    if case.schedule == "1f1b" and case.replicas is not None:
-        return build("1f1b", **sizes, replicas=case.replicas)
-    if case.warmup != "plain" or case.replicas is not None:
-        return build(case.schedule, **sizes, warmup=case.warmup, replicas=case.replicas)
-    return case.schedule
+    defaults = {"update_every": 1, "vertical_sync": False, "warmup": "plain", "replicas": None}
+    names = {"pipedream": ["update_every", "vertical_sync"], "paci": ["update_every", "replicas"], "1f1b": ["replicas"]}
+    options: dict[str, Any] = {name: getattr(case, name) for name in names.get(case.schedule, ["warmup", "replicas"])}
+    if case.schedule != "paci" and all(value == defaults[name] for name, value in options.items()):
+        return case.schedule
+    return build(case.schedule, num_ranks=case.num_ranks, num_microbatches=case.num_microbatches, **options)
 
 
 def run(case: AsyncCase) -> AsyncOutcome:

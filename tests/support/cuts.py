@@ -59,15 +59,8 @@ def agree_with_one_process(
         loss.backward()
         total += loss.item()
     given = tuple(x.clone() for x in inputs)
-    pipe = PipelineModule(
-        model,
-        num_microbatches=4,
-        mesh={"pipe": ranks},
-        loss_fn=loss_of,
-        cut=cut,
-        example_inputs=given,
-        recompute=recompute,
-    )
+    options: dict[str, Any] = {"num_microbatches": 4, "mesh": {"pipe": ranks}, "cut": cut, "recompute": recompute}
+    pipe = PipelineModule(model, loss_fn=loss_of, example_inputs=given, **options)
     assert pipe.forward_backward(*given, Y).loss == pytest.approx(total, abs=1e-12)
     same_gradients(model, twin)
     for (name, buffer), other in zip(model.named_buffers(), twin.named_buffers(), strict=True):
