@@ -1,7 +1,5 @@
 """One thread a process, before anything loads torch, and the pool of gloo workers."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -111,7 +111,6 @@ def gather_small_integers() -> list[Tensor]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_buffers_of_every_type_are_gathered(gloo: Pool) -> None:
     """gloo's broadcast knows few types: full_state_dict failed on an int16 buffer ("Invalid scalar type")."""
     for first, second in gloo.run(gather_small_integers, ranks=2):
@@ -180,7 +179,6 @@ def _train_unused(schedule: str) -> float:
 
 
 @pytest.mark.thorough(but=["1f1b"])
-@pytest.mark.gloo
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_replicas_do_not_train_what_got_no_gradient(gloo: Pool, schedule: str) -> None:
     """The sum over replicas made zeros of missing gradients, and weight decay pulled at parameters nobody uses."""
@@ -209,7 +207,6 @@ def _one_replica_passes_a_bad_batch() -> str:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_batch_refused_on_one_replica_stops_the_others(gloo: Pool) -> None:
     """The others paired its next batch with this one, and trained on."""
     for answer in gloo.run(_one_replica_passes_a_bad_batch, ranks=2):

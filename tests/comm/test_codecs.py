@@ -1,7 +1,5 @@
 """What travels: codecs as properties (what they lose and keep for the next tensor), and of a view its own elements."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from math import prod

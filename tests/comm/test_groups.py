@@ -160,7 +160,6 @@ def together() -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_collectives_of_every_type_over_all_and_over_some(gloo: Pool) -> None:
     assert gloo.run(together, ranks=3) == [[], [], []]
 
@@ -184,7 +183,6 @@ def one_is_missing(how: str) -> tuple[str, str, tuple[int, ...]] | None:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize("how", ["silence", "abort"])
 def test_a_collective_that_a_rank_does_not_join(gloo: Pool, how: str) -> None:
     first, _, third = gloo.run(one_is_missing, ranks=3, args=(how,))
@@ -222,7 +220,6 @@ def make_and_look() -> bool:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_nobody_leaves_while_others_still_connect(gloo: Pool) -> None:
     assert gloo.run(make_and_look, ranks=2) == [False, False]
 
@@ -287,7 +284,6 @@ def unlimited() -> float | None:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_time_out_may_be_infinite(gloo: Pool) -> None:
     assert None not in gloo.run(unlimited, ranks=2)
 

@@ -3,8 +3,6 @@
 Clocks of hosts over gloo: processes with clocks of their own, told apart by the names of their machines.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -265,7 +263,6 @@ def measured(sizes: tuple[int, ...]) -> dict[str, object]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_over_gloo_all_ranks_get_the_same_answer(gloo: Pool, ranks: int) -> None:
     answers = gloo.run(measured, ranks=ranks, args=((1024, 65536, 1 << 20),))
@@ -287,7 +284,6 @@ def measured_on_two_hosts(names: tuple[str, ...]) -> dict[str, object]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_hosts_of_unequal_size_whose_first_has_one_rank(gloo: Pool) -> None:
     """Sums within a host were measured on the first, and one rank sums at no speed at all."""
     answers = gloo.run(measured_on_two_hosts, ranks=3, args=(("a", "b", "b"),))
@@ -356,7 +352,6 @@ def join_as_two_hosts() -> list[str]:
     return [str(error.value), str(world.size)]
 
 
-@pytest.mark.gloo
 def test_all_ranks_name_the_hosts_that_are_not_reached(gloo: Pool) -> None:
     for rank, (story, size) in enumerate(gloo.run(join_as_two_hosts, ranks=2, group=False)):
         begins = f"rank {rank} of 2 cannot be connected with all others: a does not reach b at 127.0.0.1 (Connection re"
@@ -399,7 +394,6 @@ def compared_here(machines: str) -> dict[str, Any]:
     return compared(dist.get_rank(), dist.get_world_size(), machines)
 
 
-@pytest.mark.gloo
 def test_clocks_of_three_hosts(gloo: Pool) -> None:
     """Process 0 shares its host with 2, and 1 shares with 3; the processes of a host have one reading."""
     found = gloo.run(compared_here, ranks=5, args=("abacb",))
@@ -413,7 +407,6 @@ def test_clocks_of_three_hosts(gloo: Pool) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_processes_of_one_host_ping_nobody(gloo: Pool) -> None:
     found = gloo.run(compared_here, ranks=2, args=("aa",))
     assert [(each["error"], each["readings"]) for each in found] == [(0.0, []), (0.0, [])]

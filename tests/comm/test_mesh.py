@@ -126,6 +126,5 @@ def speak_as_ranks() -> list[str]:
     return complaints
 
 
-@pytest.mark.gloo
 def test_messages_and_sums_go_by_ranks_of_the_schedule(gloo: Pool) -> None:
     assert gloo.run(speak_as_ranks, ranks=4) == [[]] * 4

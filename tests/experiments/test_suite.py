@@ -35,7 +35,6 @@ from support.inside import (
     suite,
 )
 from support.inside import JobsFigureFigure as Figure
-from support.on_ranks import figures_on_ranks
 from support.pool import Pool
 from support.small import X, Y, make
 from torch import nn
@@ -81,7 +80,6 @@ def trained_once() -> list[Figure]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_real_run_of_a_stage_a_rank(gloo: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Experts add up where whole numbers say, by `index_add`: an index was taken for one of the values, and refused."""
     figures, _ = gloo.run(trained_once, ranks=2)
@@ -161,12 +159,14 @@ def test_bubbles_are_those_of_the_closed_forms(schedule: str, bubble: float) -> 
     assert {figure.case.count("microbatches") for figure in figures} == {4}
 
 
+def emulated(schedule: str) -> list[Figure]:
+    return list(bubbles.emulated(Case.of({"schedule": schedule, "ranks": 2, "rounds": 1}), 2))
+
+
 @pytest.mark.thorough
-@pytest.mark.gloo
-def test_emulated_on_ranks_of_the_local_back_end(tmp_path: Path) -> None:
+def test_emulated_on_ranks(gloo: Pool) -> None:
     """On a busy machine the bubble may only be larger."""
-    flush, stream = ({"schedule": name, "ranks": 2, "rounds": 1} for name in ("1f1b", "2bw"))
-    figures = figures_on_ranks(tmp_path, "bubbles:emulated", flush, stream, ranks=2, repetitions=2)
+    figures = [figure for name in ("1f1b", "2bw") for figure in gloo.run(emulated, ranks=2, args=(name,))[0]]
     assert [figure.repetition for figure in figures if figure.name == "bubble"] == [0, 1, 0, 1]
     first, *_ = (figure.value for figure in figures if figure.name == "bubble")
     assert 0.3 < first < 1
@@ -201,12 +201,9 @@ def found(monkeypatch: pytest.MonkeyPatch, late: dict[int, float]) -> float:
     return links._rate(0, 1)
 
 
-def test_a_steady_rate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found(monkeypatch, {}) == pytest.approx(RATE)
-
-
 def test_a_delay_of_one_message_makes_no_faster_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest but one came late, so that the longest takes little longer: their difference says 1.9 of the rate."""
+    assert found(monkeypatch, {}) == pytest.approx(RATE)
     late = {1 << 25: 0.1, 1 << 26: 0.25}
     assert 0.95 * RATE < found(monkeypatch, late) <= RATE
 
@@ -296,7 +293,6 @@ def _raced(values: dict[str, object]) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_runs_on_processes_tell_their_seconds(gloo: Pool) -> None:
     values = {**TINY, "schedule": "2bw", "optimizer": "nadam", "evaluate_every": 1000}
     told = [("validation loss", True), ("final loss", True), ("training time", True)]

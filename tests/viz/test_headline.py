@@ -3,8 +3,6 @@
 Memory below the timelines of a figure: heights of parts and lines, on one scale.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Traces that others wrote, real ones of torch.profiler and made-up ones; rules of our own files."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -313,7 +311,6 @@ def test_one_rank_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.gloo
 def test_torch_as_it_is_installed_writes_what_is_read(tmp_path: Path, gloo) -> None:
     """Live: names and files of the torch that runs, around its own schedules on two gloo processes."""
     from support import torch_traces

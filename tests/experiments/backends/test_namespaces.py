@@ -3,8 +3,6 @@
 The wire's arithmetic: when packets arrive that queue at cards and travel for a while.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess

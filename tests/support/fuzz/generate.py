@@ -1,7 +1,5 @@
 """A case from a number: the same one each time. Most run; what docs say is refused is seldom drawn."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Cases over gloo processes that stay for the next case; strings hash otherwise on the ranks beside."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from functools import cache

@@ -1,7 +1,5 @@
 """The same calls on a PipelineModule: in one process, or as one rank of several."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

@@ -1,7 +1,5 @@
 """A case in one plain process: the whole model, a microbatch after the other, under the weights that the rule names."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Iterator, Sequence
