@@ -100,44 +100,10 @@ def test_a_step_that_trains_nothing_is_an_error(options: dict[str, Any], message
         make(**options).train_step(X, Y)
 
 
-def gather_small_integers() -> list[Tensor]:
-    model = layers(2)
-    for layer, dtype in zip(model, (torch.int16, torch.bool), strict=True):
-        layer.register_buffer("table", torch.ones(3).to(dtype))
-    pipe = make(model=model, mesh=None)
-    full = pipe.full_state_dict()
-    pipe.close()
-    return [full[f"{i}.table"] for i in range(2)]
-
-
-@pytest.mark.thorough
-def test_buffers_of_every_type_are_gathered(gloo: Pool) -> None:
-    """gloo's broadcast knows few types: full_state_dict failed on an int16 buffer ("Invalid scalar type")."""
-    for first, second in gloo.run(gather_small_integers, ranks=2):
-        assert torch.equal(first, torch.ones(3, dtype=torch.int16))
-        assert torch.equal(second, torch.ones(3, dtype=torch.bool))
-
-
 def test_a_count_of_nan_is_an_error() -> None:
     """nan stood for "no count" between the ranks: one rank divided by it, the others took the sum for a mean."""
     with pytest.raises(ValueError, match="counts of step 0 add up to nan"):
         make(loss_fn=lambda output, target: (output.sum(), float("nan"))).train_step(X, Y)
-
-
-def test_outputs_beside_tensors_are_kept() -> None:
-    """A model that returns (logits, None) could not be built: a None was taken for a tensor."""
-
-    class WithNone(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = layers(2)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, None]:
-            return self.body(x), None
-
-    pipe = make(model=WithNone(), loss_fn=lambda output, target: F.mse_loss(output[0], target))
-    logits, nothing = pipe.eval_step(X, Y).output  # type: ignore[misc]
-    assert (logits.shape, nothing) == ((8, WIDTH), None)
 
 
 @pytest.mark.parametrize("num_microbatches", [8, 9, 10, 16])

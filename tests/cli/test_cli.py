@@ -38,6 +38,8 @@ def test_each_command_has_its_help_and_refuses_an_unknown_option(name: str, caps
     text = capsys.readouterr().out
     assert f"usage: stagewright {name}" in text
     assert "None" not in text  # the default that is meant stands in the text
+    if name in ("schedule", "simulate", "train"):
+        assert set(FAMILIES) <= set(re.split(r"[\s│,.;]+", text))
     assert exit_status(name, "--no-such-option") == 2
 
 
@@ -214,14 +216,6 @@ def test_the_table_of_a_stream(cli: Cli) -> None:
     assert "1 s is one forward of a stage" in lines[-1]
     assert "1 s is" not in cli.text(*words, "--forward 1")
     assert "of all: give more --batches for a steady state" in cli.text(*words, "--batches 2")
-
-
-def test_every_help_names_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("schedule", "simulate", "train"):
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        words = capsys.readouterr().out.replace("│", " ").replace(",", " ").replace(".", " ").replace(";", " ").split()
-        assert set(FAMILIES) <= set(words)
 
 
 @pytest.mark.parametrize(

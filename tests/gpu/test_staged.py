@@ -3,7 +3,6 @@
 On the CPU gloo processes carry them out with copies in place of a device's.
 """
 
-import copy
 import os
 import statistics
 import time
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.gpu_report import note
+from support.gpu_report import note, plain_step
 from support.pool import Pool
 from support.staged import staging
 from torch import Tensor, nn
@@ -94,19 +93,13 @@ def train(schedule: str, ranks: int, *, measures: bool = True) -> Trained:
 
 def plain() -> tuple[list[float], float]:
     """Losses without a pipeline, and the median of a step's seconds."""
-    model, losses, times = copy.deepcopy(mlp()).to(ONE), [], []
+    model, losses, times = mlp().to(ONE), [], []
     optimizer = adamw(model.parameters())
     for step in range(4 + TIMED):
         x_and_y = batch(step)
         wait()
-        begun, parts = time.perf_counter(), []
-        optimizer.zero_grad()
-        for x, y in zip(*(one.tensor_split(M) for one in x_and_y), strict=True):
-            loss = F.mse_loss(model(x), y) / M
-            loss.backward()
-            parts.append(loss.detach())
-        optimizer.step()
-        losses.append(float(torch.stack(parts).sum()))
+        begun = time.perf_counter()
+        losses.append(plain_step(model, optimizer, F.mse_loss, x_and_y, M))
         times.append(time.perf_counter() - begun)
     return losses[:4], statistics.median(times[4:])
 

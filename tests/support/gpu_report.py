@@ -4,8 +4,21 @@ import json
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
+
+
+def plain_step(model: Any, optimizer: torch.optim.Optimizer, loss_fn: Any, batch: Any, number: int) -> float:
+    """A step of training without a pipeline, in so many microbatches; its loss."""
+    optimizer.zero_grad()
+    losses = []
+    for part, target in zip(*(one.tensor_split(number) for one in batch), strict=True):
+        loss = loss_fn(model(part), target) / number
+        loss.backward()
+        losses.append(loss.detach())
+    optimizer.step()
+    return float(torch.stack(losses).sum())
 
 
 def note(what: str, **figures: float | str | None) -> None:

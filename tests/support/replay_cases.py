@@ -110,8 +110,9 @@ def _random_order(random: Random) -> Schedule:
     pairs = {(edge.src, edge.dst) for edge in chain(num_stages)}
     pairs |= {(a, b) for a in range(num_stages) for b in range(a + 1, num_stages) if random.random() < 0.4}
     edges = tuple(Edge(src, dst, random.random() < 0.8) for src, dst in sorted(pairs))
-    gradients = [[random.choice([Op.B, Op.I]) for _ in range(microbatches)] for _ in range(num_stages)]
-    return random_order(random, owners, edges, gradients, num_ranks=num_ranks, trains=random.random() < 0.9)
+    trains = random.random() < 0.9
+    gradients = [[random.choice([Op.B, Op.I]) for _ in range(num_stages)] for _ in range(microbatches)]
+    return random_order(random, owners, edges, gradients, num_ranks=num_ranks, trains=trains)
 
 
 def random_order(
@@ -123,12 +124,12 @@ def random_order(
     num_ranks: int,
     trains: bool = True,
 ) -> Schedule:
-    """A linear order of all actions, drawn from what may run next; `gradients` [stage][microbatch] are B, or I for
+    """A linear order of all actions, drawn from what may run next; `gradients` [microbatch][stage] are B, or I for
     I and W; without `trains` there are forwards alone."""
-    num_stages, microbatches = len(owners), len(gradients[0])
+    num_stages, microbatches = len(owners), len(gradients)
     waiting: dict[Action, set[Action]] = {}
     for k in range(microbatches):
-        gradient = {s: Action(s, gradients[s][k], k) for s in range(num_stages)}
+        gradient = {s: Action(s, gradients[k][s], k) for s in range(num_stages)}
         for stage in range(num_stages):
             forward = Action(stage, Op.F, k)
             waiting[forward] = {Action(e.src, Op.F, k) for e in edges if e.dst == stage}

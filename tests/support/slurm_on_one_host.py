@@ -1,20 +1,15 @@
 """A throw-away Slurm cluster on this host: real munged, slurmctld and slurmd of loopback, removed at the end.
 
-    PYTHONPATH=tests python -m support.slurm_on_one_host --nodes 2 -- COMMAND...
-
-runs the command with SLURM_CONF set, so that sbatch, srun and `--backend slurm` find this cluster and no other. It
-needs root (slurmd starts other users' jobs) and Debian's slurmctld, slurmd, slurm-client and munge; no cgroups, no
-accounting, no service of the system.
+With SLURM_CONF set sbatch, srun and `--backend slurm` find this cluster and no other. It needs root (slurmd starts
+other users' jobs) and Debian's slurmctld, slurmd, slurm-client and munge; no cgroups, no accounting.
 """
 
 import os
 import pwd
-import shlex
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -161,22 +156,3 @@ def _path(name: str) -> str:
     found = _program(name)
     assert found is not None
     return found
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run a command within such a cluster; its exit status."""
-    words = list(arguments)
-    num_nodes = 2
-    if words[:1] == ["--nodes"]:
-        num_nodes, words = int(words[1]), words[2:]
-    words = words[1:] if words[:1] == ["--"] else words
-    if not words:
-        print(__doc__)
-        return 2
-    with one_host_cluster(num_nodes) as cluster:
-        print(f"a cluster of {num_nodes} nodes in {cluster.folder}: {shlex.join(words)}", file=sys.stderr, flush=True)
-        return subprocess.run(words, env=cluster.environment, check=False).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

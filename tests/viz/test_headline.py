@@ -16,7 +16,6 @@ from support.inside import (
     MemoryPanel,
     Sheet,
     assign_lanes,
-    busy_seconds,
     ceiling_of,
     find_arrows,
     find_gaps,
@@ -25,7 +24,6 @@ from support.inside import (
     panels_of,
     render_terminal,
 )
-from support.inside import expected_least_seconds as least_seconds
 
 from stagewright.schedules import (
     FAMILIES,
@@ -98,13 +96,6 @@ def test_where_costs_are_not_known_a_timeline_s_own_medians_stand_for_them() -> 
     assert found["lower bound"].seconds == lower_bound(schedule, costs)
     assert found["measured"].how == "step 7"
     assert "its own actions" in found["lower bound"].how
-
-
-def test_streams_are_counted_by_the_batch() -> None:
-    schedule = build("2bw", num_ranks=4, num_microbatches=8)
-    costs = Costs(forward=1.0, update=0.5)
-    assert busy_seconds(schedule, costs) == 4 * 8 * 3
-    assert least_seconds(schedule, costs) == 8 * 3 + 0.5
 
 
 @pytest.mark.thorough
@@ -304,8 +295,3 @@ def test_arrows_are_what_crosses_ranks():
     assert len(arrows) == 3 * 2 * 2  # boundaries x microbatches x directions
     assert Delivery(Message(MessageKind.ACT, 1, 2, 0), Action(1, Op.F, 0), 1, Action(2, Op.F, 0), 0) in arrows
     assert Delivery(Message(MessageKind.GRAD, 2, 1, 1), Action(2, Op.B, 1), 0, Action(1, Op.B, 1), 1) in arrows
-
-
-def test_an_empty_timeline_has_no_gaps():
-    schedule = build("gpipe", num_ranks=2, num_microbatches=1)
-    assert find_gaps(Timeline(schedule=schedule, ranks=(RankTrace(compute=()),) * 2)) == ({}, {})

@@ -197,15 +197,6 @@ def arrivals(wire, until=1e9):
     return [(packet, pytest.approx(due)) for due, _, packet in wire.leave(until)]
 
 
-def test_a_packet_takes_its_own_length_and_the_latency():
-    wire = crossing(near=Link(latency=0.5, seconds_per_byte=0.01))
-    wire.enter("a", size=100, source=0, target=1, now=10.0)
-    assert wire.next_time() == pytest.approx(11.5)
-    assert list(wire.leave(11.4)) == []
-    assert arrivals(wire, 11.6) == [("a", 11.5)]
-    assert wire.next_time() is None
-
-
 def test_two_senders_share_the_card_of_the_receiver():
     wire = crossing(near=Link(seconds_per_byte=0.01))
     for name, source in (("a", 0), ("b", 1), ("c", 0), ("d", 1)):

@@ -65,7 +65,7 @@ def make_schedule(case: Case) -> Any:
         places = [[s % case.P] for s in range(S)]
         if draw.random() < 0.5:
             draw.shuffle(places)
-        gradients = [[draw.choice((Op.B, Op.B, Op.I))] * case.M for _ in range(S)]
+        gradients = [[draw.choice((Op.B, Op.B, Op.I)) for _ in range(S)]] * case.M
         return random_order(draw, places, chain(S), gradients, num_ranks=case.P)
     if not case.builder:
         return case.schedule
