@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from support.commands import Cli, Done
 from support.inside import (
-    Batch,
     OwnBatches,
     OwnOptions,
     UserCodeError,
@@ -22,7 +21,6 @@ from support.inside import (
     learning_rate_curve,
     load,
     main,
-    make_loss,
     pipeline,
 )
 from torch import nn
@@ -284,10 +282,6 @@ def test_where_the_default_loss_would_be_a_guess_it_is_refused(output: object, t
         default_loss(output, target)
 
 
-def test_a_loss_class_is_made(mine: Path) -> None:
-    assert isinstance(make_loss(OwnOptions(loss="torch.nn:MSELoss"), Batch()), nn.MSELoss)
-
-
 # --- mistakes ---
 
 OWN = ("--model", "own_mine:model", "--data", "own_mine:few")
@@ -405,7 +399,6 @@ def test_an_own_model_is_profiled_and_planned_in_one_go(mine: Path, cli: Cli) ->
         (("profile", *OWN, "--layers", "9"), "--layers 9 with --model"),
         (("plan", *OWN, "--ranks", "2", "--batch", "6"), "--batch 6 and --data own_mine:few gives batches of 8"),
         (("plan", *OWN, "--profile", "a.json", "--ranks", "2", "--batch", "8"), "--profile and --model: expected one"),
-        (("plan", "--ranks", "2", "--batch", "8"), "no model: expected one of --profile FILE, --model FUNCTION"),
     ],
 )
 def test_mistakes_of_profile_and_plan(mine: Path, words: tuple[str, ...], message: str, cli: Cli) -> None:

@@ -22,7 +22,6 @@ from support.inside import (
     headline,
     kept_bytes,
     learning_rate_curve,
-    make_gpt,
     make_optimizer,
     make_pipe,
     make_schedule,
@@ -143,12 +142,6 @@ def test_the_pipeline_of_a_run_has_the_recipe(schedule: str) -> None:
         kept = [LAST_UPDATE in state for one in pipe.optimizers for state in one.state.values()]
     assert made == (["AdamW"] if schedule == "1f1b" else ["Muon", "AdamW"])
     assert set(kept) == {schedule == "2bw"}
-
-
-def test_the_model_comes_from_the_seed_alone() -> None:
-    options = TrainOptions(layers=1, width=16, heads=2, length=8, seed=3)
-    one, other = make_gpt(options).state_dict(), make_gpt(options).state_dict()
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_ranks_follow_torchrun_and_must_agree_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

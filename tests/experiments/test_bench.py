@@ -14,7 +14,6 @@ from support.commands import Done
 from support.inside import (
     CASES,
     DECLARATION,
-    BenchOptions,
     Case,
     Declaration,
     How,
@@ -29,9 +28,7 @@ from support.inside import (
     bench_plans,
     bench_report,
     bench_steps,
-    jobs_of,
     lines_of,
-    parts_for,
     repeated,
     replicate,
 )
@@ -59,26 +56,6 @@ def test_every_case_is_measured_and_its_works_are_there():
     for part in PARTS.values():
         module, _, function = part.work.partition(":")
         assert callable(getattr(importlib.import_module(module), function))
-
-
-def jobs(folder: Path, *only: str, repetitions: int = 2) -> dict[str, Any]:
-    parts = parts_for(tuple(PARTS.values()), only, BenchOptions(only=only, repetitions=repetitions), folder)
-    declaration = replace(Declaration.load(DECLARATION), parts=tuple(parts))
-    return {job.name: job for job in jobs_of(declaration)}
-
-
-def test_all_sides_of_a_case_run_in_one_set_of_processes_for_each_size(tmp_path: Path):
-    found = jobs(tmp_path, "prediction", "sleep-1f1b")
-    assert [(job.part.name, job.nodes.num_ranks, len(job.cases)) for job in found.values()] == [
-        ("steps", 4, 2),
-        ("steps", 8, 2),
-        ("steps", 2, 6),
-    ]
-    assert {job.part.repetitions for job in found.values()} == {2}
-    assert {job.part.environment for job in jobs(tmp_path, "gpt", "simulator").values()} == {
-        (),
-        (("OMP_NUM_THREADS", "1"),),
-    }
 
 
 @pytest.mark.parametrize(

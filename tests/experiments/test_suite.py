@@ -7,7 +7,6 @@ The convergence experiment: what its runs say, and short ones of them.
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,46 +30,13 @@ from support.inside import (
     outcomes,
     ranges,
     reference,
-    seconds_of,
     suite,
 )
 from support.inside import JobsFigureFigure as Figure
 from support.pool import Pool
 from support.small import X, Y, make
-from torch import nn
 
-import stagewright as sw
 from stagewright.schedules import Costs, build, simulate
-
-SAMPLES, M = 32, 4
-FLOAT = 4
-
-
-@pytest.mark.thorough(but=["zb-h1"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_parts_add_up_to_what_the_allocator_saw(schedule: str) -> None:
-    """Convolutions take memory within one operation, which no tensor shows."""
-    torch.manual_seed(0)
-    widths = ((3, 16), (16, 16), (16, 16), (16, 3))
-    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU()) for a, b in widths))
-    images, target = torch.randn(2, SAMPLES, 3, 16, 16)
-    with sw.PipelineModule(
-        model,
-        schedule=schedule,
-        mesh={"pipe": 2},
-        num_microbatches=M,
-        loss_fn=nn.functional.mse_loss,
-        optimizer=torch.optim.AdamW,
-        example_inputs=(images,),
-    ) as pipe:
-        step = lambda: pipe.train_step(images, target)  # noqa: E731
-        step()
-        parts, peak = suite.memory(SimpleNamespace(pipe=pipe, step=step))
-    weights = FLOAT * sum(parameter.numel() for parameter in model.parameters())
-    assert (parts["weights"], parts["gradients"]) == (weights, weights)
-    assert parts["optimizer"] == pytest.approx(2 * weights, rel=0.001)  # and the numbers of steps
-    assert sum(parts.values()) == pytest.approx(peak, rel=0.05)
-    assert min(parts["activations"], parts["workspace"]) > 0.05 * peak
 
 
 def trained_once() -> list[Figure]:
@@ -248,30 +214,6 @@ def test_methods_are_judged_at_their_best_rates(tmp_path: Path) -> None:
     pictures = [tmp_path / name for _, name in draw(FOUND, tmp_path)]
     assert [path.name for path in pictures] == ["convergence.png"]
     assert all(path.stat().st_size > 10_000 for path in pictures)
-
-
-def test_updates_with_a_flush_take_the_time_of_one() -> None:
-    method = Case.of({**LATE, "flush_first": 10})
-    assert seconds_of(FOUND, method) is None  # nobody timed 1f1b with this correction
-    timed = Figure(
-        case=Case.of({**LATE, "schedule": "1f1b"}), name="throughput", value=500.0, unit="tokens/s", how=How.MEASURED
-    )
-    seconds, setting = seconds_of([*FOUND, timed], method), Setting.of(method.values)
-    per_update = setting.sequences * setting.length
-    assert seconds(10) == pytest.approx(10 * per_update / 500)
-    assert seconds(30) == pytest.approx(10 * per_update / 500 + 20 * per_update / 1500)
-
-
-@pytest.mark.thorough
-def test_the_first_updates_may_have_a_flush() -> None:
-    def run(**values: object) -> list[float]:
-        return [found.value for found in loss(Case.of({**TINY, "correction": "error-feedback", **values}), 1)]
-
-    flush, late = run(schedule="1f1b"), run(schedule="2bw")
-    both = run(schedule="2bw", flush_first=4)
-    assert both[0] == flush[0] != late[0]
-    assert both[1] not in (flush[1], late[1])
-    assert run(schedule="2bw", flush_first=8) == flush
 
 
 def test_schedules_that_update_behind_each_microbatch_see_the_same_batches() -> None:

@@ -154,16 +154,12 @@ def test_everything_has_a_colour_of_its_own():
 
 
 @pytest.mark.parametrize("op", palette.OP_HUES)
-def test_shades_of_chunks_grow_paler(op):
+def test_shades_of_chunks_grow_paler_and_every_other_batch_is(op):
     shades = [sum(palette.box_colour(op, chunk=chunk, num_chunks=4, batch=0)) for chunk in range(4)]
     assert shades == sorted(shades)
     assert len(set(shades)) == 4
     alone, first = (palette.box_colour(op, chunk=0, num_chunks=number, batch=0) for number in (1, 4))
     assert alone == first
-
-
-@pytest.mark.parametrize("op", palette.OP_HUES)
-def test_every_other_batch_is_paler(op):
     full, odd, again, later = (palette.box_colour(op, chunk=0, num_chunks=1, batch=batch) for batch in (0, 1, 4, 7))
     assert again == full
     assert odd == later
