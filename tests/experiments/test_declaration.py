@@ -235,7 +235,6 @@ def test_the_catalog_can_be_read_and_its_functions_are_there(name: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["run", "none.toml"], "none.toml: No such file or directory: expected the declaration"),
         (["run", "buble"], "unknown experiment 'buble'; did you mean bubbles"),
         (["bubbles", "--set", "layers"], "--set layers: expected KEY=VALUE, such as ranks=2"),
         (["bubbles", "--set", "Layers=2"], "--set Layers=2: 'Layers': expected a key of lower-case letters"),
@@ -244,6 +243,7 @@ def test_the_catalog_can_be_read_and_its_functions_are_there(name: str) -> None:
         (["run", "bubbles", "--only", "emulated", "--backend", "ssh"], "--backend ssh: type --hosts FILE"),
         (["run", "bubbles", "--only", "emulated", "--bandwidth", "1gbit"], "--backend local cannot shape links"),
         (["run", "bubbles", "--only", "measured"], "--only: unknown part 'measured'"),
+        (["run", "none.toml"], "none.toml: No such file or directory: expected the declaration"),
         (["report", "bubbles", "--folder", "/nowhere"], "no job is done: expected results; type `stagewright exper"),
     ],
 )

@@ -235,15 +235,11 @@ spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=30).
 
 
 @given(spans)
-def test_spans_of_a_lane_do_not_overlap(spans):
+def test_spans_of_a_lane_do_not_overlap_and_lanes_are_as_few_as_overlap_at_once(spans):
     ends = {}
     for (start, end), lane in zip(spans, assign_lanes(spans), strict=True):
         assert ends.get(lane, start) <= start
         ends[lane] = end
-
-
-@given(spans)
-def test_lanes_are_as_few_as_overlap_at_once(spans):
     at_once = max((sum(s <= at < e for s, e in spans) for at in range(40)), default=0)
     assert len(set(assign_lanes([span for span in spans if span[0] < span[1]]))) == at_once
 

@@ -45,17 +45,3 @@ def test_two_levels_are_found_as_they_were_made(tmp_path: Path) -> None:
     assert host.bandwidth > 2 * wire.bandwidth
     assert host.latency < latency / 2
     assert rate / 2 < wire.reduce_bandwidth <= rate  # type: ignore[operator]
-
-
-def test_hosts_whose_names_mean_themselves(tmp_path: Path) -> None:
-    """As Debian writes them into /etc/hosts: gloo would listen where nobody else comes."""
-    with network(Nodes(num_nodes=2, shape=Shape(bandwidth=GIGABIT, latency=2e-3)), has_netem=False) as net:
-        for host in net.hosts:
-            own = tmp_path / host.name
-            own.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n")
-            host.start(("mount", "--bind", str(own), "/etc/hosts"), output=None).wait()
-        ends = on_all(net, (1, 1), "--timeout", "30")
-    for rank, (status, said) in enumerate(ends):
-        assert status != 0
-        assert f"rank {rank} of 2 cannot be connected with all others: node0 does not reach node1 at 127.0.1.1" in said
-        assert "type GLOO_SOCKET_IFNAME=eth0 before the command" in said
