@@ -1,20 +1,4 @@
-"""Bugs that were there once, one test each. Those that a test elsewhere shows already:
-
-a receive closed the strides of a transposed tensor, and dropout behind it drew another mask
-    pipe/test_numerics.py, test_dropout_at_the_entry_of_a_stage_that_receives_a_transposed_tensor
-a rank that failed left its gloo connections open (abort() does nothing), and the others ran into their time-outs
-    comm/test_transport.py, test_a_rank_that_lets_go_is_noticed_at_once
-ranks with batches of other sizes: gloo ended the process of whoever received too much
-    comm/test_transport.py, test_a_wait_ends_with_its_time_out_and_names_the_action
-a stopped host of the rendezvous store held up everyone who wanted to report an error
-    pipe/test_failures_gloo.py, test_the_rank_that_hosts_the_store_goes
-reports of an earlier pipeline in the same processes were taken for the cause of a later failure
-    comm/test_failures.py, test_reports_of_an_earlier_pipeline_do_not_count
-a cut between a view and an in-place change of its memory gave other numbers, silently
-    pipe/test_shared_memory.py, test_no_cut_parts_a_view_from_the_change_that_it_sees
-inputs beyond those of the model were dropped without a word
-    pipe/test_bad_batches.py, test_batches
-"""
+"""Bugs that were there once, one test each, but for those that a test elsewhere shows."""
 
 from typing import Any
 

@@ -83,17 +83,13 @@ def test_each_command_that_a_text_names_exists_with_its_options(capsys: pytest.C
 @pytest.mark.thorough(but=["compare-gpipe"])
 @pytest.mark.parametrize("name", [*FAMILIES, "auto"])
 @pytest.mark.parametrize("command", ["schedule", "simulate", "timeline", "compare", "compare gpipe"])
-def test_what_an_error_says_to_type_works(
-    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_an_error_says_to_type_works(name: str, command: str, here: Path, cli: Cli) -> None:
     hinted = re.findall(r"`stagewright ([^`]*)`", cli.refused(*command.split(), name))
     assert len(hinted) == 1
     assert main(hinted[0].split()) == 0
 
 
-def test_a_search_is_simulated_drawn_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_search_is_simulated_drawn_and_compared(here: Path, cli: Cli) -> None:
     words = ["--ranks", "4", "--microbatches", "8"]
     best = synthesize(num_ranks=4, num_microbatches=8, costs=Costs()).value
     assert cli.json("simulate auto", *words)["makespan"] == best

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from support.inside import LaunchResult, launch, launcher, processes
 
+pytestmark = pytest.mark.gloo
+
 LIMIT = 400.0  # [s] guards against hangs alone
 
 PRELUDE = """
@@ -28,7 +30,6 @@ def run(program: str, *, num_ranks: int = 2, grace: float = 5.0, timeout: float 
     return launch([sys.executable, "-c", PRELUDE + program], num_ranks=num_ranks, grace=grace, timeout=timeout)
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc/net here")
 def test_the_store_listens_on_loopback_alone(capfd: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +45,6 @@ with report_to_launcher():
     assert capfd.readouterr().out == "True\nthreads 1\n"  # only rank 0 talks
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_the_first_failure_is_named_with_its_last_lines_and_the_others_end(capfd: pytest.CaptureFixture[str]) -> None:
     result = run(
@@ -64,7 +64,6 @@ with report_to_launcher():
     assert "rank 0 was still running and was stopped" in result.report
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_the_rank_that_failed_first_is_not_the_one_that_ended_first() -> None:
     # Rank 1 fails, and takes long to be torn down; rank 0 fails of it and is gone at once.
@@ -86,7 +85,6 @@ with report_to_launcher():
     assert "rank 0 failed after it (exit status 1); its last line: RuntimeError: rank 0 lost" in result.report
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_a_rank_that_failed_and_does_not_end_is_stopped() -> None:
     """Without an exit status yet: the launcher itself failed of that."""
@@ -96,7 +94,6 @@ def test_a_rank_that_failed_and_does_not_end_is_stopped() -> None:
     assert "rank 0 failed first (stopped before it had ended)" in result.report
 
 
-@pytest.mark.gloo
 def test_the_children_of_a_rank_that_is_killed_end_with_it(tmp_path: Path) -> None:
     """They would keep its connections, and the others wait for it."""
     os.mkfifo(tmp_path / "lives")
@@ -109,7 +106,6 @@ def test_the_children_of_a_rank_that_is_killed_end_with_it(tmp_path: Path) -> No
     os.close(lives)
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_what_rank_0_says_goes_to_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose stream takes text alone: what nobody took would fill the pipe, and the rank stand still."""
@@ -119,7 +115,6 @@ def test_what_rank_0_says_goes_to_a_notebook_too(monkeypatch: pytest.MonkeyPatch
     assert shown.getvalue().count("x" * 99) == 2000
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("last", "grace", "said"),
@@ -136,7 +131,6 @@ def test_what_becomes_of_a_rank_after_its_results_are_out_is_reported_and_not_fa
     assert f"rank 1: {said}" in result.report
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_the_whole_has_a_time_limit() -> None:
     result = run("time.sleep(400 * rank)", timeout=2.0)
@@ -144,7 +138,6 @@ def test_the_whole_has_a_time_limit() -> None:
     assert result.report in (f"rank {late}: not done after 2 s; stopped" for late in ("1", "0, 1"))  # a busy machine
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc here")
 def test_ranks_that_all_stand_still_are_ended_and_the_report_says_where() -> None:
@@ -184,7 +177,6 @@ def test_threads_that_wait_in_gloo_do_not_compute_and_who_waits_for_a_core_does_
     assert barked == barks
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc here")
 def test_ranks_of_which_one_computes_are_left_alone() -> None:
@@ -200,7 +192,6 @@ with report_to_launcher():
     assert launch([sys.executable, "-c", PRELUDE + program], num_ranks=2, timeout=LIMIT, stall=1.0).status == 0
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_a_rank_that_leaves_with_status_0_within_its_work_has_failed() -> None:
     """It counted as success. `sys.exit()` is an end of one's own."""
@@ -210,7 +201,6 @@ def test_a_rank_that_leaves_with_status_0_within_its_work_has_failed() -> None:
     assert run("with report_to_launcher():\n    sys.exit()") == LaunchResult(status=0, first_failed=None, report="")
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process that is stopped")
 @pytest.mark.parametrize(
@@ -238,7 +228,6 @@ def test_ranks_end_with_the_launcher(tmp_path: Path, number: signal.Signals, mea
     _wait_for(lambda: not any(_alive(pid) for pid in pids))
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc here")
 def test_ctrl_c_ends_a_training_with_all_its_processes(tmp_path: Path) -> None:
@@ -284,7 +273,6 @@ def test_no_ranks_at_all_is_a_mistake() -> None:
         launch(["true"], num_ranks=1, restarts=-1)
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_ranks_that_fail_alike_are_reported_once(capfd: pytest.CaptureFixture[str]) -> None:
     result = run("import sys\nprint('stagewright: error: no such thing', file=sys.stderr)\nsys.exit(2)")

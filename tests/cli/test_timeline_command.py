@@ -22,9 +22,8 @@ def step(*, num_ranks: int = 2, measured: bool = False, latency: float = 0.25) -
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def files(here: Path) -> Path:
     """One of each kind, in the current folder."""
-    monkeypatch.chdir(tmp_path)
     schedule = build("1f1b", num_ranks=2, num_microbatches=4)
     Path("table.txt").write_text(schedule.to_csv())
     Path("schedule.json").write_text(schedule.to_json())
@@ -34,7 +33,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     nodes = tuple(Node(name=n, forward_seconds=1.0, backward_seconds=2.0, activation_bytes=8.0) for n in "abcd")
     found = plan(Profile(nodes=nodes, microbatch_size=1), Cluster.parse("2:net=1GB/s"), global_batch=4, runnable=True)
     Path("plan.json").write_text(found.to_json())
-    return tmp_path
+    return here
 
 
 @pytest.mark.parametrize("source", ["table.txt", "schedule.json", "1f1b"])
@@ -213,12 +212,11 @@ def slowed(timeline: Timeline, rank: int) -> Timeline:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def runs(here: Path) -> Path:
     fast = timeline(measured=True)
     write_run("fast", timeline(), fast, layers=4, schedule="1f1b")
     write_run("slow", timeline(), slowed(fast, 1), layers=8, schedule="1f1b")
-    return tmp_path
+    return here
 
 
 def test_two_runs(runs: Path, cli: Cli) -> None:

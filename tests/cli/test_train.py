@@ -198,11 +198,8 @@ def test_mistakes_are_answered_before_any_process_starts(words: tuple[str, ...],
     assert message in cli.refused("train", *words)
 
 
-def test_a_run_that_exists_is_refused_before_any_process_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
+def test_a_run_that_exists_is_refused_before_any_process_starts(here: Path, cli: Cli) -> None:
+    (here / "runs" / "mine").mkdir(parents=True)
     assert "(--name mine-2), or delete the folder (rm -r runs/mine)" in cli.refused("train --name mine")
 
 
@@ -318,7 +315,6 @@ def check_drawn_again(command: Callable[..., Done], folder: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_two_processes_train_and_leave_a_run_folder(command: Callable[..., Done], tmp_path: Path, text: str) -> None:
     """The command from end to end, with its launcher; its timeline is drawn again from what it left."""
     words = (*TINY[:-1], "14", "--microbatches", "4", "--text", text, "--name", "one")
@@ -346,7 +342,6 @@ def test_two_processes_train_and_leave_a_run_folder(command: Callable[..., Done]
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_one_rank_two_ranks_and_two_members_of_a_tensor_group_train_to_the_same_loss(
     command: Callable[..., Done], tmp_path: Path, text: str
 ) -> None:
@@ -363,7 +358,6 @@ def test_one_rank_two_ranks_and_two_members_of_a_tensor_group_train_to_the_same_
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_context_group_trains_to_the_loss_of_one_rank_and_is_resumed_without_it(
     command: Callable[..., Done], text: str
 ) -> None:

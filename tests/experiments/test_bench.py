@@ -205,7 +205,6 @@ def test_a_race(gloo: Pool):
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_real_run_of_two_ranks(command: Callable[..., Done]):
     done = command("bench", "--only", "overhead-1f1b", "--repetitions", "1", "--json")  # one job here, one on two ranks
     assert done.status == 0, done.stderr

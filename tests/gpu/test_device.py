@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.gpu_report import note, plain_step
+from support.gpu_report import adamw, note, plain_step, wait
 from support.inside import host_bandwidth, profile_model
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -84,28 +84,19 @@ def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
-
-
 def pipeline(model: nn.Module, schedule: Any = "1f1b", **options: Any) -> sw.PipelineModule:
     options = {"mesh": {"pipe": 2}, "num_microbatches": M, "loss_fn": F.mse_loss, "optimizer": adamw} | options
     return sw.PipelineModule(model, schedule=schedule, **options)
-
-
-def _wait() -> None:
-    if IS_CUDA:
-        torch.cuda.synchronize()
 
 
 def seconds(step: Callable[[], object], repetitions: int = 5) -> float:
     step()
     found = []
     for _ in range(repetitions):
-        _wait()
+        wait()
         begun = time.perf_counter()
         step()
-        _wait()
+        wait()
         found.append(time.perf_counter() - begun)
     return statistics.median(found)
 
@@ -172,11 +163,16 @@ def peak_and_step(treat: Callable[[nn.Module], dict[str, Any]]) -> tuple[int, fl
     model = mlp()
     options = {"schedule": "gpipe"} | treat(model)
     with pipeline(options.pop("model", model), **options) as pipe:
+        return watched(pipe, x, y)
+
+
+def watched(pipe: sw.PipelineModule, x: Tensor, y: Tensor) -> tuple[int, float, list[Tensor]]:
+    """Peak bytes, seconds and weights of the second step."""
+    pipe.train_step(x, y)
+    with pipe.watch_memory() as memory:
         pipe.train_step(x, y)
-        with pipe.watch_memory() as memory:
-            pipe.train_step(x, y)
-        weights = [parameter.clone().cpu() for parameter in pipe.full_state_dict().values()]
-        return memory.peak_bytes, seconds(lambda: pipe.train_step(x, y), 3), weights
+    weights = [parameter.clone().cpu() for parameter in pipe.full_state_dict().values()]
+    return memory.peak_bytes, seconds(lambda: pipe.train_step(x, y), 3), weights
 
 
 @pytest.mark.thorough
@@ -221,11 +217,7 @@ def test_offloading_is_planned_by_the_measured_link() -> None:
     def carried_out(planned: Any) -> tuple[int, float, list[Tensor]]:
         gc.collect()  # the pipeline before
         with pipeline(blocks(), planned, mesh=None, num_microbatches=None) as pipe:
-            pipe.train_step(x, y)
-            with pipe.watch_memory() as watched:
-                pipe.train_step(x, y)
-            weights = [parameter.clone().cpu() for parameter in pipe.full_state_dict().values()]
-            return watched.peak_bytes, seconds(lambda: pipe.train_step(x, y), 3), weights
+            return watched(pipe, x, y)
 
     del auto, pipe  # what planned holds the model that it profiled
     (before, step, kept), (after, away, offloaded) = map(carried_out, found)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.gpu_report import note, plain_step
+from support.gpu_report import adamw, note, plain_step, wait
 from support.pool import Pool
 from support.staged import staging
 from torch import Tensor, nn
@@ -38,15 +38,6 @@ def mlp() -> nn.Sequential:
 def batch(step: int) -> tuple[Tensor, Tensor]:
     x, y = torch.randn(2, SAMPLES, WIDTH, generator=torch.Generator().manual_seed(step))
     return x.to(ONE), y.to(ONE)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
-
-
-def wait() -> None:
-    if IS_CUDA:
-        torch.cuda.synchronize()
 
 
 class Trained(NamedTuple):

@@ -9,6 +9,16 @@ from typing import Any
 import torch
 
 
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def wait() -> None:
+    """For the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def plain_step(model: Any, optimizer: torch.optim.Optimizer, loss_fn: Any, batch: Any, number: int) -> float:
     """A step of training without a pipeline, in so many microbatches; its loss."""
     optimizer.zero_grad()
