@@ -7,13 +7,14 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.inside import LaunchResult, launch, launcher, processes
+
+from ..experiments.backends.nodes import gone, lives, wait_for
 
 pytestmark = pytest.mark.gloo
 
@@ -221,11 +222,11 @@ def test_ranks_end_with_the_launcher(tmp_path: Path, number: signal.Signals, mea
     start = "import sys; from stagewright.cli.launcher import launch; launch(sys.argv[1:], num_ranks=2)"
     launcher = subprocess.Popen([sys.executable, "-c", start, sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     files = [tmp_path / "0", tmp_path / "1"]
-    _wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+    wait_for(lambda: all(file.exists() and file.read_text() for file in files))
     pids = [int(file.read_text()) for file in files]
     launcher.send_signal(number)
     assert launcher.wait(timeout=LIMIT) != 0
-    _wait_for(lambda: not any(_alive(pid) for pid in pids))
+    assert gone(pids)
 
 
 @pytest.mark.thorough
@@ -236,7 +237,7 @@ def test_ctrl_c_ends_a_training_with_all_its_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "stagewright", *words.split()]
     train = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
-    _wait_for(lambda: train.poll() is not None or (metrics.exists() and metrics.read_text()))
+    wait_for(lambda: train.poll() is not None or (metrics.exists() and metrics.read_text()))
     tasks = Path(f"/proc/{train.pid}/task").iterdir()
     pids = [int(word) for task in tasks for word in (task / "children").read_text().split()]
     train.send_signal(signal.SIGINT)
@@ -246,24 +247,8 @@ def test_ctrl_c_ends_a_training_with_all_its_processes(tmp_path: Path) -> None:
     assert (first, last) == ("train: starting 2 processes", "stagewright: stopped")
     assert [line for line in meanwhile if not line.endswith(" so far")] == []  # as on a busy machine
     assert len(pids) == 2
-    assert not any(_alive(pid) for pid in pids)
+    assert not any(lives(pid) for pid in pids)
     assert metrics.read_text().endswith("}\n")
-
-
-def _wait_for(condition: object, *, seconds: float = LIMIT) -> None:
-    until = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.05)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    state = Path(f"/proc/{pid}/stat")
-    return not (state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z")
 
 
 def test_no_ranks_at_all_is_a_mistake() -> None:

@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from support.inside import free_ports
@@ -26,19 +25,6 @@ _END = 5.0  # [s] for one to go after it was asked
 _POLL = 0.1  # [s]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """A cluster that runs.
-
-    Arguments:
-        folder: its configuration, state and logs.
-        environment: this process's, with which Slurm's commands find it.
-    """
-
-    folder: Path
-    environment: dict[str, str]
-
-
 def missing() -> str:
     """Why there can be no such cluster here; empty where there can."""
     lacking = [name for name in PROGRAMS if _program(name) is None]
@@ -48,8 +34,8 @@ def missing() -> str:
 
 
 @contextmanager
-def one_host_cluster(num_nodes: int) -> Iterator[Cluster]:
-    """A cluster of nodes n1, n2, ... on this host, one CPU each as far as Slurm knows.
+def one_host_cluster(num_nodes: int) -> Iterator[Path]:
+    """The folder of a cluster of nodes n1, n2, ... on this host, one CPU each as far as Slurm knows.
 
     Raises ValueError where it cannot be, RuntimeError with the daemons' last lines where it does not come up.
     """
@@ -65,9 +51,8 @@ def one_host_cluster(num_nodes: int) -> Iterator[Cluster]:
         environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         for command in _daemons(folder, names):
             stack.enter_context(_daemon(command, environment, folder))
-        cluster = Cluster(folder=folder, environment=environment)
-        _wait_until_idle(cluster, num_nodes)
-        yield cluster
+        _wait_until_idle(folder, environment, num_nodes)
+        yield folder
 
 
 def _configuration(folder: Path, names: Sequence[str]) -> str:
@@ -125,27 +110,25 @@ def _daemon(command: Sequence[str], environment: dict[str, str], folder: Path) -
                     process.wait(timeout=_END)
 
 
-def _wait_until_idle(cluster: Cluster, num_nodes: int) -> None:
+def _wait_until_idle(folder: Path, environment: dict[str, str], num_nodes: int) -> None:
     command = [_path("sinfo"), "-h", "-N", "-o", "%T"]
     until = time.monotonic() + _PATIENCE
     states: list[str] = []
     while time.monotonic() < until:
         with suppress(subprocess.TimeoutExpired):
             asked = subprocess.run(
-                command, env=cluster.environment, capture_output=True, text=True, check=False, timeout=_PATIENCE
+                command, env=environment, capture_output=True, text=True, check=False, timeout=_PATIENCE
             )
             states = asked.stdout.split()
         if states == ["idle"] * num_nodes:
             return
         time.sleep(_POLL)
     logs = "\n".join(
-        f"{path.name}: {line}" for path in sorted(cluster.folder.glob("*.log")) for line in _last_lines(path)
+        f"{path.name}: {line}"
+        for path in sorted(folder.glob("*.log"))
+        for line in path.read_text(errors="replace").splitlines()[-5:]
     )
     raise RuntimeError(f"the cluster did not come up in {_PATIENCE:g} s (nodes: {' '.join(states) or 'none'})\n{logs}")
-
-
-def _last_lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines()[-5:]
 
 
 def _program(name: str) -> str | None:

@@ -116,13 +116,13 @@ def gone(ids: list[int], *, within: float = WITHIN) -> bool:
     """Whether all of these processes end within the time."""
     until = time.monotonic() + within
     while time.monotonic() < until:
-        if not any(_lives(process) for process in ids):
+        if not any(lives(process) for process in ids):
             return True
         time.sleep(0.02)
     return False
 
 
-def _lives(process: int) -> bool:
+def lives(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
