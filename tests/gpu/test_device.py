@@ -7,7 +7,6 @@ what must hold on any device.
 import copy
 import gc
 import os
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.gpu_report import adamw, note, plain_step, wait
+from support.gpu_report import adamw, note, plain_step, seconds
 from support.inside import host_bandwidth, profile_model
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -87,18 +86,6 @@ def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 def pipeline(model: nn.Module, schedule: Any = "1f1b", **options: Any) -> sw.PipelineModule:
     options = {"mesh": {"pipe": 2}, "num_microbatches": M, "loss_fn": F.mse_loss, "optimizer": adamw} | options
     return sw.PipelineModule(model, schedule=schedule, **options)
-
-
-def seconds(step: Callable[[], object], repetitions: int = 5) -> float:
-    step()
-    found = []
-    for _ in range(repetitions):
-        wait()
-        begun = time.perf_counter()
-        step()
-        wait()
-        found.append(time.perf_counter() - begun)
-    return statistics.median(found)
 
 
 @pytest.mark.thorough(but=["interleaved"])

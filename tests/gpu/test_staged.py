@@ -4,14 +4,12 @@ On the CPU gloo processes carry them out with copies in place of a device's.
 """
 
 import os
-import statistics
-import time
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.gpu_report import adamw, note, plain_step, wait
+from support.gpu_report import adamw, note, plain_step, seconds
 from support.pool import Pool
 from support.staged import staging
 from torch import Tensor, nn
@@ -69,30 +67,20 @@ def train(schedule: str, ranks: int, *, measures: bool = True) -> Trained:
             predicted = memory_curves(timeline, pipe.stage_bytes(watched))[pipe.rank].peak
             peak = watched.peak_bytes
         x, y = batch(0)
-        times = []
-        for _ in range(TIMED):
-            if IS_CUDA:
-                torch.cuda.reset_peak_memory_stats()
-            wait()
-            begun = time.perf_counter()
-            pipe.train_step(x, y)
-            wait()
-            times.append(time.perf_counter() - begun)
+        if IS_CUDA:
+            torch.cuda.reset_peak_memory_stats()
+        step = seconds(lambda: pipe.train_step(x, y), TIMED)
         peak = torch.cuda.max_memory_allocated() if IS_CUDA else peak
-    return Trained(losses, statistics.median(times), peak, predicted)
+    return Trained(losses, step, peak, predicted)
 
 
 def plain() -> tuple[list[float], float]:
     """Losses without a pipeline, and the median of a step's seconds."""
-    model, losses, times = mlp().to(ONE), [], []
+    model = mlp().to(ONE)
     optimizer = adamw(model.parameters())
-    for step in range(4 + TIMED):
-        x_and_y = batch(step)
-        wait()
-        begun = time.perf_counter()
-        losses.append(plain_step(model, optimizer, F.mse_loss, x_and_y, M))
-        times.append(time.perf_counter() - begun)
-    return losses[:4], statistics.median(times[4:])
+    losses = [plain_step(model, optimizer, F.mse_loss, batch(step), M) for step in range(4)]
+    x_and_y = batch(4)
+    return losses, seconds(lambda: plain_step(model, optimizer, F.mse_loss, x_and_y, M), TIMED)
 
 
 @pytest.mark.thorough

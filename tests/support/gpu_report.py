@@ -3,6 +3,9 @@
 import json
 import os
 import platform
+import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,19 @@ def wait() -> None:
     """For the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def seconds(step: Callable[[], object], repetitions: int = 5) -> float:
+    """Median of a step that has run once."""
+    step()
+    found = []
+    for _ in range(repetitions):
+        wait()
+        begun = time.perf_counter()
+        step()
+        wait()
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found)
 
 
 def plain_step(model: Any, optimizer: torch.optim.Optimizer, loss_fn: Any, batch: Any, number: int) -> float:
