@@ -1,7 +1,5 @@
 """One thread a process, before anything loads torch, and the pool of gloo workers."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
@@ -38,11 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`thorough(but=[...])`: these cases of the test are in the first tier. Who takes gloo workers is marked `gloo`."""
+    """`thorough(but=[...])`: these cases of the test are in the first tier. Who takes ranks is marked `gloo`."""
     collected: dict[str, set[str]] = defaultdict(set)
     named: dict[str, set[str]] = {}
     for item in items:
-        if "gloo" in getattr(item, "fixturenames", ()):
+        of_case = getattr(getattr(item, "callspec", None), "params", ())
+        if {"gloo", "command"} & {*getattr(item, "fixturenames", ())} - {*of_case}:
             item.add_marker(pytest.mark.gloo)
         test, _, case = item.nodeid.partition("[")
         collected[test].add(case.removesuffix("]"))

@@ -7,6 +7,13 @@ __all__ = ["cli", "command", "text"]
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def text(tmp_path: Path) -> str:
     path = tmp_path / "text.txt"
     path.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 200)

@@ -89,12 +89,11 @@ WORDS = ("train", "--model", "slow_data:model", "--microbatches", "2", "--diagno
 
 
 @pytest.fixture
-def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.chdir(tmp_path)
+def slow(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    (tmp_path / "slow_data.py").write_text(textwrap.dedent(SLOW))
-    yield tmp_path
+    (here / "slow_data.py").write_text(textwrap.dedent(SLOW))
+    yield here
     sys.modules.pop("slow_data", None)
 
 
@@ -126,7 +125,6 @@ def test_injected_stalls_are_found_where_they_were_put(data: str, cli: Cli) -> N
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.usefixtures("slow")
 def test_two_ranks_find_the_same(command: Callable[..., Done]) -> None:
     done = command(*WORDS, "--data", "slow_data:slow_collate", "--diagnose-steps", "2")

@@ -7,13 +7,16 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.inside import LaunchResult, launch, launcher, processes
+
+from ..experiments.backends.nodes import gone, lives, wait_for
+
+pytestmark = pytest.mark.gloo
 
 LIMIT = 400.0  # [s] guards against hangs alone
 
@@ -28,27 +31,6 @@ def run(program: str, *, num_ranks: int = 2, grace: float = 5.0, timeout: float 
     return launch([sys.executable, "-c", PRELUDE + program], num_ranks=num_ranks, grace=grace, timeout=timeout)
 
 
-@pytest.mark.gloo
-@pytest.mark.thorough
-def test_ranks_meet_in_the_launchers_store(capfd: pytest.CaptureFixture[str]) -> None:
-    result = run(
-        """
-import torch, torch.distributed as dist
-with report_to_launcher():
-    dist.init_process_group("gloo")
-    x = torch.tensor([rank + 1.0])
-    dist.all_reduce(x)
-    print(rank, "of", dist.get_world_size(), "sum", x.item(), "threads", os.environ["OMP_NUM_THREADS"])
-    dist.destroy_process_group()
-"""
-    )
-    assert result == LaunchResult(status=0, first_failed=None, report="")
-    out = capfd.readouterr().out
-    assert "0 of 2 sum 3.0 threads 1" in out
-    assert "1 of 2" not in out  # only rank 0 talks
-
-
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc/net here")
 def test_the_store_listens_on_loopback_alone(capfd: pytest.CaptureFixture[str]) -> None:
@@ -58,12 +40,12 @@ with report_to_launcher():
     port, listening = f"{int(os.environ['MASTER_PORT']):04X}", "0A"
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
     print({row[1] for row in rows if row[1].endswith(":" + port) and row[3] == listening} == {"0100007F:" + port})
+    print("threads", os.environ["OMP_NUM_THREADS"])
 """
-    assert run(program).status == 0
-    assert "True" in capfd.readouterr().out
+    assert run(program) == LaunchResult(status=0, first_failed=None, report="")
+    assert capfd.readouterr().out == "True\nthreads 1\n"  # only rank 0 talks
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_the_first_failure_is_named_with_its_last_lines_and_the_others_end(capfd: pytest.CaptureFixture[str]) -> None:
     result = run(
@@ -83,7 +65,6 @@ with report_to_launcher():
     assert "rank 0 was still running and was stopped" in result.report
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_the_rank_that_failed_first_is_not_the_one_that_ended_first() -> None:
     # Rank 1 fails, and takes long to be torn down; rank 0 fails of it and is gone at once.
@@ -105,7 +86,6 @@ with report_to_launcher():
     assert "rank 0 failed after it (exit status 1); its last line: RuntimeError: rank 0 lost" in result.report
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_a_rank_that_failed_and_does_not_end_is_stopped() -> None:
     """Without an exit status yet: the launcher itself failed of that."""
@@ -115,7 +95,6 @@ def test_a_rank_that_failed_and_does_not_end_is_stopped() -> None:
     assert "rank 0 failed first (stopped before it had ended)" in result.report
 
 
-@pytest.mark.gloo
 def test_the_children_of_a_rank_that_is_killed_end_with_it(tmp_path: Path) -> None:
     """They would keep its connections, and the others wait for it."""
     os.mkfifo(tmp_path / "lives")
@@ -128,7 +107,6 @@ def test_the_children_of_a_rank_that_is_killed_end_with_it(tmp_path: Path) -> No
     os.close(lives)
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_what_rank_0_says_goes_to_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose stream takes text alone: what nobody took would fill the pipe, and the rank stand still."""
@@ -138,7 +116,6 @@ def test_what_rank_0_says_goes_to_a_notebook_too(monkeypatch: pytest.MonkeyPatch
     assert shown.getvalue().count("x" * 99) == 2000
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("last", "grace", "said"),
@@ -155,7 +132,6 @@ def test_what_becomes_of_a_rank_after_its_results_are_out_is_reported_and_not_fa
     assert f"rank 1: {said}" in result.report
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_the_whole_has_a_time_limit() -> None:
     result = run("time.sleep(400 * rank)", timeout=2.0)
@@ -163,7 +139,6 @@ def test_the_whole_has_a_time_limit() -> None:
     assert result.report in (f"rank {late}: not done after 2 s; stopped" for late in ("1", "0, 1"))  # a busy machine
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc here")
 def test_ranks_that_all_stand_still_are_ended_and_the_report_says_where() -> None:
@@ -203,7 +178,6 @@ def test_threads_that_wait_in_gloo_do_not_compute_and_who_waits_for_a_core_does_
     assert barked == barks
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc here")
 def test_ranks_of_which_one_computes_are_left_alone() -> None:
@@ -219,7 +193,6 @@ with report_to_launcher():
     assert launch([sys.executable, "-c", PRELUDE + program], num_ranks=2, timeout=LIMIT, stall=1.0).status == 0
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_a_rank_that_leaves_with_status_0_within_its_work_has_failed() -> None:
     """It counted as success. `sys.exit()` is an end of one's own."""
@@ -229,7 +202,6 @@ def test_a_rank_that_leaves_with_status_0_within_its_work_has_failed() -> None:
     assert run("with report_to_launcher():\n    sys.exit()") == LaunchResult(status=0, first_failed=None, report="")
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process that is stopped")
 @pytest.mark.parametrize(
@@ -250,14 +222,13 @@ def test_ranks_end_with_the_launcher(tmp_path: Path, number: signal.Signals, mea
     start = "import sys; from stagewright.cli.launcher import launch; launch(sys.argv[1:], num_ranks=2)"
     launcher = subprocess.Popen([sys.executable, "-c", start, sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     files = [tmp_path / "0", tmp_path / "1"]
-    _wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+    wait_for(lambda: all(file.exists() and file.read_text() for file in files))
     pids = [int(file.read_text()) for file in files]
     launcher.send_signal(number)
     assert launcher.wait(timeout=LIMIT) != 0
-    _wait_for(lambda: not any(_alive(pid) for pid in pids))
+    assert gone(pids)
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc here")
 def test_ctrl_c_ends_a_training_with_all_its_processes(tmp_path: Path) -> None:
@@ -266,7 +237,7 @@ def test_ctrl_c_ends_a_training_with_all_its_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "stagewright", *words.split()]
     train = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
-    _wait_for(lambda: train.poll() is not None or (metrics.exists() and metrics.read_text()))
+    wait_for(lambda: train.poll() is not None or (metrics.exists() and metrics.read_text()))
     tasks = Path(f"/proc/{train.pid}/task").iterdir()
     pids = [int(word) for task in tasks for word in (task / "children").read_text().split()]
     train.send_signal(signal.SIGINT)
@@ -276,24 +247,8 @@ def test_ctrl_c_ends_a_training_with_all_its_processes(tmp_path: Path) -> None:
     assert (first, last) == ("train: starting 2 processes", "stagewright: stopped")
     assert [line for line in meanwhile if not line.endswith(" so far")] == []  # as on a busy machine
     assert len(pids) == 2
-    assert not any(_alive(pid) for pid in pids)
+    assert not any(lives(pid) for pid in pids)
     assert metrics.read_text().endswith("}\n")
-
-
-def _wait_for(condition: object, *, seconds: float = LIMIT) -> None:
-    until = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.05)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    state = Path(f"/proc/{pid}/stat")
-    return not (state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z")
 
 
 def test_no_ranks_at_all_is_a_mistake() -> None:
@@ -303,7 +258,6 @@ def test_no_ranks_at_all_is_a_mistake() -> None:
         launch(["true"], num_ranks=1, restarts=-1)
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_ranks_that_fail_alike_are_reported_once(capfd: pytest.CaptureFixture[str]) -> None:
     result = run("import sys\nprint('stagewright: error: no such thing', file=sys.stderr)\nsys.exit(2)")

@@ -52,12 +52,6 @@ def test_the_look_of_a_picture_needs_one(command: str, cli: Cli, here: Path) -> 
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def inputs(here: Path) -> Path:
     schedule = build("1f1b", num_ranks=2, num_microbatches=4)
     Path("own.json").write_text(schedule.to_json())
@@ -110,8 +104,7 @@ def too_long(text: str) -> list[str]:
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     figures = {"forward_seconds": 0.0123, "backward_seconds": 0.0345, "update_seconds": 0.00123}
     sizes = {"parameter_bytes": 123456789.0, "stash_bytes": 2e7, "activation_bytes": 1e6, "workspace_bytes": 4e6}

@@ -6,7 +6,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from support.commands import Cli, Done
 from support.inside import (
-    Batch,
     OwnBatches,
     OwnOptions,
     UserCodeError,
@@ -22,13 +20,13 @@ from support.inside import (
     learning_rate_curve,
     load,
     main,
-    make_loss,
     pipeline,
 )
 from torch import nn
 
-from stagewright.partition import Plan, PlanStage
-from stagewright.schedules import Costs
+from stagewright.partition import PlanStage
+
+from .test_train_plan import write_plan
 
 MINE = """
     import itertools
@@ -113,14 +111,13 @@ MINE = """
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def mine(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the module own_mine, which is the current one."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "own_mine", raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    (tmp_path / "own_mine.py").write_text(textwrap.dedent(MINE))
-    return tmp_path
+    (here / "own_mine.py").write_text(textwrap.dedent(MINE))
+    return here
 
 
 def losses(folder: Path) -> list[float]:
@@ -197,7 +194,6 @@ def test_batches_may_be_dicts_and_the_loss_the_models_own(
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_two_ranks_train_it_to_the_same_losses(command: Callable[..., Done], mine: Path) -> None:
     words = ("--model", "own_mine:model", "--data", "own_mine.py:few", "--loss", "torch.nn:CrossEntropyLoss")
     done = command("train", *words, "--optimizer", "own_mine:sgd", *COMMON, "--name", "two")
@@ -284,10 +280,6 @@ def test_where_the_default_loss_would_be_a_guess_it_is_refused(output: object, t
         default_loss(output, target)
 
 
-def test_a_loss_class_is_made(mine: Path) -> None:
-    assert isinstance(make_loss(OwnOptions(loss="torch.nn:MSELoss"), Batch()), nn.MSELoss)
-
-
 # --- mistakes ---
 
 OWN = ("--model", "own_mine:model", "--data", "own_mine:few")
@@ -339,26 +331,13 @@ def test_mistakes_name_the_value_what_was_expected_and_what_to_type(
 
 
 def test_a_plan_for_batches_of_another_size_is_refused(mine: Path, cli: Cli) -> None:
-    part = PlanStage(nodes=("0", "1", "2"), ranks=(0,), step_seconds=0.3)
-    plan = Plan(
-        stages=(part,),
-        costs=Costs(forward=0.1, backward=0.2),
-        num_devices=1,
-        cost_model="default",
-        schedule="1f1b",
-        num_microbatches=4,
-        microbatch_size=4,
-        bottleneck=0.3,
-        bound=0.3,
-        simulated_step_time=1.2,
-        simulated_bubble=0.0,
-    )
-    (mine / "of_16.json").write_text(plan.to_json())
-    (mine / "of_8.json").write_text(replace(plan, microbatch_size=2).to_json())
-    error = cli.refused("train --ranks 1 --dry-run", *OWN, "--plan of_16.json")
+    alone = {"stages": (PlanStage(nodes=("0", "1", "2"), ranks=(0,), step_seconds=0.3),), "num_devices": 1}
+    write_plan(mine, (), **alone, microbatch_size=4)
+    error = cli.refused("train --ranks 1 --dry-run", *OWN, "--plan plan.json")
     assert "own_mine:few gives batches of 8, and the plan is for 4 microbatches of 4 samples: expected batches" in error
     assert "batches of 16 (--batch where" in error
-    assert main(["train", "--ranks", "1", "--dry-run", *OWN, "--plan", "of_8.json"]) == 0
+    write_plan(mine, (), **alone)
+    assert main(["train", "--ranks", "1", "--dry-run", *OWN, "--plan", "plan.json"]) == 0
 
 
 @pytest.mark.parametrize("option", ["model", "data"])
@@ -405,7 +384,6 @@ def test_an_own_model_is_profiled_and_planned_in_one_go(mine: Path, cli: Cli) ->
         (("profile", *OWN, "--layers", "9"), "--layers 9 with --model"),
         (("plan", *OWN, "--ranks", "2", "--batch", "6"), "--batch 6 and --data own_mine:few gives batches of 8"),
         (("plan", *OWN, "--profile", "a.json", "--ranks", "2", "--batch", "8"), "--profile and --model: expected one"),
-        (("plan", "--ranks", "2", "--batch", "8"), "no model: expected one of --profile FILE, --model FUNCTION"),
     ],
 )
 def test_mistakes_of_profile_and_plan(mine: Path, words: tuple[str, ...], message: str, cli: Cli) -> None:

@@ -115,7 +115,6 @@ def test_a_busy_machine_is_told() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_links_between_local_processes(command: Callable[..., Done], tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     done = command("profile", "--links", "--ranks", "2", "--out", str(path))
@@ -130,7 +129,6 @@ def test_links_between_local_processes(command: Callable[..., Done], tmp_path: P
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_profile_of_two_ranks_at_once(command: Callable[..., Done], tmp_path: Path) -> None:
     """One profile comes of both, with the seconds that a run will see."""
     path = tmp_path / "gpt.json"

@@ -77,11 +77,9 @@ def generator():
 
 
 @pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def in_folder(here: Path) -> None:
     Path("text.txt").write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 100)
     Path("mine.py").write_text(MINE)
-    return tmp_path
 
 
 def words(name: str, data: str, *others: str) -> list[str]:
@@ -252,17 +250,14 @@ def writing(name: str) -> bool:
     return any((Path("runs") / name / "checkpoints").glob("step-*.partial"))
 
 
+LAYOUT = RunLayout(
+    num_ranks=2, schedule="1f1b", num_stages=2, num_microbatches=4, weight_rule="flush", planned_step_seconds=None
+)
+
+
 def test_it_is_told_when_late_gradients_are_treated_otherwise() -> None:
     """A run that was begun with --flush-first 0, and goes on with the default."""
-    before = RunLayout(
-        num_ranks=2,
-        schedule="2bw",
-        num_stages=2,
-        num_microbatches=4,
-        weight_rule="2bw",
-        planned_step_seconds=None,
-        correction="none",
-    )
+    before = replace(LAYOUT, schedule="2bw", weight_rule="2bw", correction="none")
     now = replace(before, flush_first=150, correction="error-feedback x 2")
     assert before.changes_to(before) == ()
     assert before.changes_to(now) == (
@@ -275,12 +270,9 @@ def test_it_is_told_when_late_gradients_are_treated_otherwise() -> None:
 
 
 def test_the_layout_of_another_version_is_read_as_far_as_it_is_known(tmp_path: Path) -> None:
-    layout = RunLayout(
-        num_ranks=2, schedule="1f1b", num_stages=2, num_microbatches=4, weight_rule="flush", planned_step_seconds=None
-    )
     file = tmp_path / "layout.json"
-    file.write_text(json.dumps({**asdict(layout), "of a later version": 1}))
-    assert RunLayout.read(file) == layout
+    file.write_text(json.dumps({**asdict(LAYOUT), "of a later version": 1}))
+    assert RunLayout.read(file) == LAYOUT
     for unreadable in ("{", "[]", "null", '{"num_ranks": 2}'):
         file.write_text(unreadable)
         assert RunLayout.read(file) is None

@@ -11,7 +11,7 @@ from support.run_folder import write_run
 
 from stagewright.partition import Cluster, Node, Profile, plan
 from stagewright.schedules import Costs, Op, RankTrace, StageBytes, StepSamples, Timeline, build, simulate
-from stagewright.viz import Exhibit, MeasuredStep, write_perfetto
+from stagewright.viz import Exhibit, MeasuredStep
 
 SIZES = CostOptions(ranks=2, microbatches=4, forward=(1.0,), latency=0.25)
 
@@ -22,9 +22,8 @@ def step(*, num_ranks: int = 2, measured: bool = False, latency: float = 0.25) -
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def files(here: Path) -> Path:
     """One of each kind, in the current folder."""
-    monkeypatch.chdir(tmp_path)
     schedule = build("1f1b", num_ranks=2, num_microbatches=4)
     Path("table.txt").write_text(schedule.to_csv())
     Path("schedule.json").write_text(schedule.to_json())
@@ -34,7 +33,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     nodes = tuple(Node(name=n, forward_seconds=1.0, backward_seconds=2.0, activation_bytes=8.0) for n in "abcd")
     found = plan(Profile(nodes=nodes, microbatch_size=1), Cluster.parse("2:net=1GB/s"), global_batch=4, runnable=True)
     Path("plan.json").write_text(found.to_json())
-    return tmp_path
+    return here
 
 
 @pytest.mark.parametrize("source", ["table.txt", "schedule.json", "1f1b"])
@@ -129,14 +128,6 @@ def test_trace_files_of_ranks_are_one_run(files: Path) -> None:
     assert one.notes[0] == "interleaved: rank 1 of 2 left no trace: its row is empty"
 
 
-def test_our_own_perfetto_trace_comes_back_unrounded(files: Path) -> None:
-    third = simulate(build("1f1b", num_ranks=2, num_microbatches=4), Costs(forward=1 / 3, latency=1e-7))
-    write_perfetto([("simulated", third), ("measured", replace(step(), measured=True))], "out.json")
-    exhibit = read_exhibits(["out.json"])[0]
-    assert exhibit.simulated == third
-    assert [each.timeline for each in exhibit.measured] == [step(measured=True)]
-
-
 def test_shapes_that_differ_are_said() -> None:
     plan_of_4 = Exhibit(name="x", simulated=step(num_ranks=4), measured=(MeasuredStep(3, step(measured=True)),))
     assert shape_notes([plan_of_4]) == [
@@ -221,12 +212,11 @@ def slowed(timeline: Timeline, rank: int) -> Timeline:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def runs(here: Path) -> Path:
     fast = timeline(measured=True)
     write_run("fast", timeline(), fast, layers=4, schedule="1f1b")
     write_run("slow", timeline(), slowed(fast, 1), layers=8, schedule="1f1b")
-    return tmp_path
+    return here
 
 
 def test_two_runs(runs: Path, cli: Cli) -> None:
@@ -241,16 +231,10 @@ def test_two_runs(runs: Path, cli: Cli) -> None:
     assert found["stragglers"][0]["ratio"] == pytest.approx(2.0)
     assert found["configuration"] == {"--layers": ["4", "8"]}
     assert found["departures"][0]["rank"] == 1
-
-
-def test_the_table_reads_the_same(runs: Path, cli: Cli) -> None:
     lines = cli.text("compare fast slow").splitlines()
-    assert lines[0].startswith("A  fast (measured")
-    assert lines[1].startswith("B  slow (measured")
-    text = "\n".join(lines)
-    assert "most of all for compute (+" in text
-    assert "  rank 1 takes 2.00 times as long" in text
-    assert "  --layers  4  8" in text
+    assert [line[:18] for line in lines[:2]] == ["A  fast (measured,", "B  slow (measured,"]
+    for words in ("most of all for compute (+", "  rank 1 takes 2.00 times as long", "  --layers  4  8"):
+        assert words in "\n".join(lines)
     assert not any(line != line.rstrip() for line in lines)
 
 

@@ -68,7 +68,6 @@ def write_plan(folder: Path, nodes: tuple[str, ...], **fields: Any) -> Path:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_plan_from_a_file(command: Callable[..., Done], tmp_path: Path, text: str) -> None:
     path = write_plan(tmp_path, nodes_of_the_model())
     done = command("train", *TINY, "--plan", str(path), "--text", text, "--name", "one", "--json")
@@ -89,7 +88,6 @@ def test_a_plan_from_a_file(command: Callable[..., Done], tmp_path: Path, text: 
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_measured_and_planned_on_the_spot(command: Callable[..., Done], tmp_path: Path, text: str) -> None:
     done = command("train", *TINY, "--plan", "auto", "--trials", "1", "--text", text, "--name", "one")
     assert done.status == 0, done.stderr
@@ -171,11 +169,6 @@ def test_files_that_cannot_be_meant_are_named(tmp_path: Path, cli: Cli) -> None:
 CLUSTER = Cluster.parse("4:net=100MB/s@1ms")
 
 
-@pytest.fixture
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def planned(schedule: str = "1f1b", *, batch: int = 8, context: int = 1, **restrictions: Any) -> Plan:
     nodes = [
         Node(
@@ -254,7 +247,7 @@ def test_first_steps_with_a_flush_are_not_held_against_a_plan_without(name: str)
     assert not _fits(flushed(schedule), schedule)
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("here")
 def test_a_slow_backward_is_named_with_the_command_that_measures_it(cli: Cli) -> None:
     write_run(Path("runs/one"), planned(), costs={"backward": slower_backward})
     found = cli.json("plan --check one")
@@ -310,7 +303,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of the p
 
 
 @pytest.mark.thorough(but=["update"])
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("kind", CASES)
 def test_plans_of_every_kind(cli: Cli, kind: str) -> None:
     """Streams, split backwards, chunks, replicas: what was wrong at all stages is the cause, and is what is named."""
@@ -332,7 +325,7 @@ def test_plans_of_every_kind(cli: Cli, kind: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("here")
 def test_a_plan_that_knows_nothing_of_clipping_is_to_be_made_again(cli: Cli) -> None:
     write_run(Path("one"), planned(**TWO_BY_TWO), costs={"norm": lambda _: 0.05}, config={"clip": 0.5})
     (advice,) = cli.json("plan --check one")["measure_again"]
@@ -353,7 +346,7 @@ def test_a_plan_that_knows_nothing_of_clipping_is_to_be_made_again(cli: Cli) -> 
     assert "--ranks 4 --clip 0.5 --out profile.json" in advice["command"]
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("here")
 def test_hosts_whose_folders_are_apart(cli: Cli) -> None:
     write_run(Path("a/one"), planned(), processes={2: Path("b/one"), 3: Path("b/one")})
     assert cli.json("plan --check a/one b/one")["measure_again"] == []
@@ -367,7 +360,7 @@ def test_hosts_whose_folders_are_apart(cli: Cli) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("here")
 def test_commands_are_for_the_hosts_that_ran(cli: Cli) -> None:
     """Hosts of three ranks and one, whether the other host's folder is there or not."""
     wrong = {"backward": slower_backward, "latency": lambda _: 0.02}
@@ -380,7 +373,7 @@ def test_commands_are_for_the_hosts_that_ran(cli: Cli) -> None:
         assert "(on each host; --links --profiles takes the files" in cli.text("plan --check", *folders)
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("here")
 def test_steps_of_before_a_run_went_on_with_another_cut_do_not_count(cli: Cli) -> None:
     """Schedule and ranks may be the same: the header of each start tells its stages."""
     own = planned()
@@ -396,7 +389,7 @@ def test_steps_of_before_a_run_went_on_with_another_cut_do_not_count(cli: Cli) -
     assert "medians of 2 traced steps" in cli.text("plan --check one")
 
 
-@pytest.mark.usefixtures("_here")
+@pytest.mark.usefixtures("here")
 def test_what_cannot_be_compared_says_what_to_type(cli: Cli) -> None:
     own = planned()
     write_run(Path("runs/one"), own)

@@ -149,7 +149,6 @@ def compare(index: int, tensors: list[Tensor], arrived: tuple[Tensor, ...]) -> l
     return found
 
 
-@pytest.mark.gloo
 def test_every_type_and_layout_arrives_as_it_was(gloo: Pool) -> None:
     assert gloo.run(exchange, ranks=2) == [[], []]
 
@@ -192,7 +191,6 @@ def seen_to_come() -> list[bool]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_watched_message_is_seen_to_come(gloo: Pool) -> None:
     count = sum(bool(tensors) for tensors in payloads())
     assert gloo.run(seen_to_come, ranks=2)[1] == [False] * count + [True] * (count - 1) + [False] * (count + 1)
@@ -227,7 +225,6 @@ def hold_and_free() -> list[tuple[int, int]]:
     return seen
 
 
-@pytest.mark.gloo
 def test_acknowledged_sends_are_freed_and_the_others_after_one_more_program(gloo: Pool) -> None:
     sender, receiver = gloo.run(hold_and_free, ranks=2)
     assert sender == [(3, 0), (1, 0), (0, 1), (0, 0)]
@@ -256,7 +253,6 @@ def leave() -> tuple[int, int]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_process_that_ends_waits_for_what_it_has_sent(gloo: Pool) -> None:
     assert gloo.run(leave, ranks=2)[0] == (3, 0)
 
@@ -301,7 +297,6 @@ TAKEN = "rank 1 to take the activations of microbatch 0 from stage 0 to stage 1"
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("how", "kind", "said"),
     [

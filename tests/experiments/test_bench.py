@@ -14,7 +14,6 @@ from support.commands import Done
 from support.inside import (
     CASES,
     DECLARATION,
-    BenchOptions,
     Case,
     Declaration,
     How,
@@ -29,9 +28,7 @@ from support.inside import (
     bench_plans,
     bench_report,
     bench_steps,
-    jobs_of,
     lines_of,
-    parts_for,
     repeated,
     replicate,
 )
@@ -61,37 +58,6 @@ def test_every_case_is_measured_and_its_works_are_there():
         assert callable(getattr(importlib.import_module(module), function))
 
 
-def jobs(folder: Path, *only: str, repetitions: int = 2) -> dict[str, Any]:
-    parts = parts_for(tuple(PARTS.values()), only, BenchOptions(only=only, repetitions=repetitions), folder)
-    declaration = replace(Declaration.load(DECLARATION), parts=tuple(parts))
-    return {job.name: job for job in jobs_of(declaration)}
-
-
-def test_all_sides_of_a_case_run_in_one_set_of_processes_for_each_size(tmp_path: Path):
-    found = jobs(tmp_path, "prediction", "sleep-1f1b")
-    assert [(job.part.name, job.nodes.num_ranks, len(job.cases)) for job in found.values()] == [
-        ("steps", 4, 2),
-        ("steps", 8, 2),
-        ("steps", 2, 6),
-    ]
-    assert {job.part.repetitions for job in found.values()} == {2}
-    assert {job.part.environment for job in jobs(tmp_path, "gpt", "simulator").values()} == {
-        (),
-        (("OMP_NUM_THREADS", "1"),),
-    }
-
-
-def test_each_repetition_is_a_job_where_a_peak_counts_and_plans_are_made_once(tmp_path: Path):
-    found = list(jobs(tmp_path, "planned-run").values())
-    assert [job.part.name for job in found] == ["planned-run"] * 3 + ["memory-in-use"] * 4 + ["memory-resident"] * 4
-    assert [job.cases[0].get("repetition") for job in found[3:7]] == [0, 0, 1, 1]
-    assert dict(found[3].part.environment) == {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    assert found[7].part.environment == ()
-    assert {job.cases[0].text("folder") for job in found} == {str(tmp_path)}
-    assert len(jobs(tmp_path, "simulator", repetitions=3)) == 3
-    assert len(jobs(tmp_path, "planning-scale", repetitions=3)) == 10
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -110,15 +76,12 @@ def test_a_users_mistake_is_said_before_anything_starts(argv, message):
 @pytest.mark.parametrize(
     ("target", "samples", "met"),
     [
-        (Target(limit=1.1), [1.0, 1.1, 2.0], True),
-        (Target(limit=1.1), [1.0, 1.2, 2.0], False),  # the median counts
+        (Target(limit=1.1), [1.0, 1.1, 2.0], True),  # the median counts
         (Target(limit=1.1, judged=Judged.BEST), [1.0, 1.2, 2.0], True),  # unless no difference can be seen
         (Target(limit=1.1, judged=Judged.BEST), [1.11, 1.2, 2.0], False),
-        (Target(limit=5.0, at_least=True), [4.0, 5.0, 6.0], True),
         (Target(limit=5.0, at_least=True), [4.0, 4.9, 6.0], False),
         (Target(limit=5.0, at_least=True, judged=Judged.BEST), [4.0, 4.9, 6.0], True),
         (Target(limit=5.0, at_least=True, judged=Judged.WORST), [4.0, 5.0, 6.0], False),
-        (Target(limit=5.0, at_least=True, judged=Judged.WORST), [5.0, 5.1, 6.0], True),
         (Target(limit=5.0, judged=Judged.WORST), [4.0, 4.5, 5.1], False),
     ],
 )
@@ -182,27 +145,6 @@ def test_the_report_says_where_each_figure_comes_from(capsys: pytest.CaptureFixt
         assert expected in text
 
 
-def test_the_json_is_one_object_with_targets_and_verdicts(capsys: pytest.CaptureFixture[str]):
-    figures = [*ratio("gpt", 1.5, target=Target(limit=1.0)), *of_no_compute()]
-    bench_report.report(figures, ["gpt"], repetitions=5, as_json=True)
-    answer = json.loads(capsys.readouterr().out)
-    assert set(answer) == {"environment", "repetitions", "figures", "where_time_goes", "records"}
-    assert answer["figures"] == [
-        {
-            "case": "gpt",
-            "workload": "1f1b P=2",
-            "what": "step",
-            "unit": "ratio",
-            "value": {"median": 1.5, "low": 1.5, "high": 1.5},
-            "target": {"limit": 1.0, "at_least": False, "judged": "median"},
-            "origin": "measured",
-            "note": "from",
-            "verdict": "missed",
-        }
-    ]
-    assert len(answer["records"]) == len(figures)
-
-
 # Stages and measurements
 
 
@@ -217,15 +159,14 @@ def test_sums_behind_all_backwards_are_predicted_one_after_the_other():
     assert str(bench_beside.sums_last(programs[0].steps)[-1]) == "2REDUCE_GRAD0"
 
 
-def checkpoints_once() -> Any:
-    case = PARTS["checkpoints"].cases[0].also(length=8, layers=2, width=16, steps=4, auto_steps=12)
-    return list(bench_beside.checkpoints(case, 1))
+def once(work: Callable[[Any, int], Any], case: Any) -> Sequence[Figure]:
+    return list(work(case, 1))
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_steps_with_checkpoints_beside_and_between_run(gloo: Pool):
-    for beside, share in gloo.run(checkpoints_once, ranks=2):
+    case = PARTS["checkpoints"].cases[0].also(length=8, layers=2, width=16, steps=4, auto_steps=12)
+    for beside, share in gloo.run(once, ranks=2, args=(bench_beside.checkpoints, case)):
         assert beside.name == "4 steps, checkpoint beside / blocking"
         assert beside.case.text("run").startswith("GPT, AdamW, ")
         assert share.value >= 0
@@ -249,12 +190,7 @@ def test_the_first_step_of_a_gpt(case: Case):
     assert figure.note.startswith("build() ") is bool(case.get("built"))
 
 
-def once(work: Callable[[Any, int], Any], case: Any) -> Sequence[Figure]:
-    return list(work(case, 1))
-
-
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_race(gloo: Pool):
     case = PARTS["races"].cases[0].also(ranks=2, microbatches=2, seconds=0.001, batches=2)
     for figures in gloo.run(once, ranks=2, args=(bench_steps.races, case)):
@@ -269,7 +205,6 @@ def test_a_race(gloo: Pool):
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_real_run_of_two_ranks(command: Callable[..., Done]):
     done = command("bench", "--only", "overhead-1f1b", "--repetitions", "1", "--json")  # one job here, one on two ranks
     assert done.status == 0, done.stderr
@@ -279,13 +214,7 @@ def test_a_real_run_of_two_ranks(command: Callable[..., Done]):
     assert "steps-ranks=2: done in" in done.stderr
 
 
-PLANNED, CUTS = PARTS["planned-run"].cases, PARTS["uneven-cut"].cases
-
-
-def test_without_the_published_profiles_the_case_says_what_is_missing(monkeypatch, tmp_path: Path):
-    monkeypatch.setattr(bench_planning, "PIPEDREAM_DATA", tmp_path)
-    with pytest.raises(ValueError, match=r"runs\.json is not there: expected a checkout of the repository"):
-        bench_command.run(["--only", "partitioner"])
+CUTS = PARTS["uneven-cut"].cases
 
 
 def test_the_partitioner_on_a_published_profile_and_a_short_chain():
@@ -309,23 +238,6 @@ def test_the_planner_on_a_small_cluster():
     assert (cpu.workload, cpu.what, cpu.note[-3:]) == ("8 devices, 4 layers", "CPU, batch of 8", " MB")
 
 
-@pytest.mark.thorough(but=["<lambda>1"])
-@pytest.mark.parametrize(
-    "make", [lambda: bench_plans.planned_problem(PLANNED[0]), lambda: bench_plans.contest_problem(CUTS[0])]
-)
-def test_models_are_the_same_each_time(make: Any):
-    one, other = make(), make()
-    assert torch.equal(one.inputs, other.inputs)
-    for mine, theirs in zip(one.make_model().parameters(), other.make_model().parameters(), strict=True):
-        assert mine is not theirs
-        assert torch.equal(mine, theirs)
-
-
-@pytest.mark.parametrize("case", CUTS, ids=str)
-def test_the_cut_by_layers_is_at_a_module(case: Any):
-    assert case.text("cut") in dict(bench_plans.contest_problem(case).make_model().named_modules())
-
-
 def _plan_and_run(case: Any) -> Sequence[Figure]:
     step = list(bench_plans.planned(case, 1))
     torch.distributed.barrier()
@@ -333,7 +245,6 @@ def _plan_and_run(case: Any) -> Sequence[Figure]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize("model", ["sleep", pytest.param("gpt", marks=pytest.mark.nightly)])
 def test_a_planned_run(gloo: Pool, tmp_path: Path, model: str):
     sizes = {"ranks": 2, "microbatches": 4, "layers": 2, "replicas": "none", "limit": 0.05}
@@ -350,16 +261,11 @@ def test_a_planned_run(gloo: Pool, tmp_path: Path, model: str):
     assert plan.num_microbatches == 4
 
 
-def _cuts(case: Any) -> Sequence[Figure]:
-    return list(bench_plans.cuts(case, 1))
-
-
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_contest(gloo: Pool, number: int):
     case = CUTS[number].also(microbatches=2, samples=2, size=16, steps=1)
-    for figures in gloo.run(_cuts, ranks=2, args=(case,)):
+    for figures in gloo.run(once, ranks=2, args=(bench_plans.cuts, case)):
         lines = lines_of(figures, ["uneven-cut"])
         assert [line.what for line in lines] == ["step, equal layers / profile", "step, equal parameters / profile"]
         assert all(" | " in line.note and line.value.low > 0 for line in lines)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure as Picture
 from support.commands import Cli
 from support.inside import (
     Case,
@@ -25,7 +24,6 @@ from support.inside import (
     check_code,
     check_layout,
     find_declaration,
-    grid,
     jobs_of,
     jobs_with,
     latency,
@@ -204,16 +202,6 @@ def test_a_report_that_cannot_be_made_is_refused_before_the_first_job(
     assert not (tmp_path / "out").exists()
 
 
-def test_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none.toml: No such file or directory: expected the declaration"):
-        find_declaration(str(tmp_path / "none.toml"))
-
-
-def test_a_grid_runs_fastest_over_its_last_key() -> None:
-    assert [case.count("b") for case in grid({"a": [1, 2], "b": [3, 4]})] == [3, 4, 3, 4]
-    assert grid({"sites": [[0, 0, 1]]})[0].get("sites") == (0, 0, 1)
-
-
 def test_what_a_case_says() -> None:
     case = Case.of({"ranks": 4, "bandwidth": "1gbit", "latency": "2ms", "part": 0.5})
     assert (case.count("ranks"), case.bandwidth("bandwidth"), case.seconds("latency")) == (4, 125e6, 2e-3)
@@ -224,21 +212,12 @@ def test_what_a_case_says() -> None:
         case.count("part")
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("1gbit", 125e6), ("10Gbit/s", 1.25e9), ("125MB/s", 125e6), ("100mbit", 12.5e6), ("1GiB/s", 2.0**30)],
-)
-def test_bandwidths(text: str, value: float) -> None:
-    assert bandwidth("--bandwidth", text) == value
-
-
-@pytest.mark.parametrize("text", ["1Gb/s", "1gbps", "1GB", "-1gbit", "1 gbit", "gbit", "0gbit", "1gib/s"])
-def test_what_is_no_bandwidth(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^--bandwidth: "):
-        bandwidth("--bandwidth", text)
-
-
-def test_latencies() -> None:
+def test_bandwidths_and_latencies() -> None:
+    values = {"1gbit": 125e6, "10Gbit/s": 1.25e9, "125MB/s": 125e6, "100mbit": 12.5e6, "1GiB/s": 2.0**30}
+    assert {text: bandwidth("--bandwidth", text) for text in values} == values
+    for text in ("1Gb/s", "1gbps", "1GB", "-1gbit", "1 gbit", "gbit", "0gbit", "1gib/s"):
+        with pytest.raises(ValueError, match=r"^--bandwidth: "):
+            bandwidth("--bandwidth", text)
     assert (latency("--latency", "1.5ms"), latency("--latency", "20us")) == (1.5e-3, pytest.approx(2e-5))
     with pytest.raises(ValueError, match=r"--latency: '1': expected a number and a unit"):
         latency("--latency", "1")
@@ -264,6 +243,7 @@ def test_the_catalog_can_be_read_and_its_functions_are_there(name: str) -> None:
         (["run", "bubbles", "--only", "emulated", "--backend", "ssh"], "--backend ssh: type --hosts FILE"),
         (["run", "bubbles", "--only", "emulated", "--bandwidth", "1gbit"], "--backend local cannot shape links"),
         (["run", "bubbles", "--only", "measured"], "--only: unknown part 'measured'"),
+        (["run", "none.toml"], "none.toml: No such file or directory: expected the declaration"),
         (["report", "bubbles", "--folder", "/nowhere"], "no job is done: expected results; type `stagewright exper"),
     ],
 )
@@ -353,7 +333,8 @@ def reported(keys: Sequence[str] = ("schedule", "ranks")) -> Declaration:
     }
     plot = {"file": "bubble", "title": "Bubble", "x": "ranks", "y": "bubble", "lines": ["schedule"]}
     table = {"title": "Bubble", "rows": list(keys), "figures": ["bubble"]}
-    values = {"question": "How long?", "parts": [part], "report": {"plots": [plot], "tables": [table]}}
+    bars = plot | {"file": "bars", "x_scale": "bars"}
+    values = {"question": "How long?", "parts": [part], "report": {"plots": [plot, bars], "tables": [table]}}
     return read_declaration(values, name="mine", source="mine.toml")
 
 
@@ -362,38 +343,10 @@ def test_the_same_results_give_the_same_files(tmp_path: Path) -> None:
     results = Results(figures=tuple(FIGURES), origin=origin)
     readme = write_report(reported(), results, tmp_path / "one")
     files = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
-    assert sorted(files) == ["README.md", "bubble.png", "origin.json", "results.jsonl"]
+    assert sorted(files) == ["README.md", "bars.png", "bubble.png", "origin.json", "results.jsonl"]
     assert "# mine\n\nHow long?\n" in readme.read_text()
     write_report(reported(), Results.read(tmp_path / "one"), tmp_path / "one")
     assert {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()} == files
-
-
-def test_grouped_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bar for what a clock said, in the group of its x and the place and colour of its line; a dash for the rest."""
-    seen: list[Picture] = []
-    monkeypatch.setattr(Picture, "savefig", lambda picture, path, **options: seen.append(picture))
-    grouped = reported()
-    plot = replace(grouped.layout.plots[0], x_scale="bars")
-    grouped = replace(grouped, layout=replace(grouped.layout, plots=(plot,), tables=()))
-    origin = Origin(codes=(), machines=(), days=(), changes=(), missing=(), num_jobs=1)
-    values = {("1f1b", 4): 0.3, ("1f1b", 16): 0.1, ("gpipe", 4): 0.5, ("gpipe", 16): 0.2}
-    figures = [
-        figure(v, how, schedule=s, ranks=r) for (s, r), v in values.items() for how in (How.EMULATED, How.SIMULATED)
-    ]
-    write_report(grouped, Results(figures=tuple(figures), origin=origin), tmp_path)
-    (axes,) = seen[0].axes
-    bars = sorted((bar.get_x() + bar.get_width() / 2, bar.get_height(), bar.get_facecolor()) for bar in axes.patches)
-    assert [x for x, _, _ in bars] == pytest.approx([-0.2, 0.2, 0.8, 1.2])
-    assert [y for _, y, _ in bars] == pytest.approx([30.0, 50.0, 10.0, 20.0])
-    assert bars[0][2] == bars[2][2] != bars[1][2] == bars[3][2]
-    dashes = {
-        (x, y)
-        for line in axes.lines
-        if line.get_marker() == "_" and line.get_markersize() == 9
-        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
-    }
-    assert len(dashes) == 4
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["4", "16"]
 
 
 def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -418,25 +371,16 @@ def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough(but=["links"])
-@pytest.mark.parametrize(
-    "name", [name for name in catalog_names() if (RESULTS / name / "results.jsonl").exists()]
-)  # of the others' the code went
-def test_committed_reports_say_what_their_figures_say(name: str) -> None:
+@pytest.mark.parametrize("name", catalog_names())
+def test_committed_reports_say_what_their_figures_say_and_every_declared_job_has_its_own(name: str) -> None:
+    """A job that is not run leaves the declaration, so that a report never says less than was asked."""
     declaration, results = find_declaration(name), Results.read(RESULTS / name)
     text = (RESULTS / name / "README.md").read_text(encoding="utf-8")
     pictures = re.findall(r"^!\[(.*)\]\((.*)\)$", text, flags=re.M)
     assert with_section(text, section_of(declaration, results, pictures), name=name, source=name) == text
     assert {file for _, file in pictures} == {path.name for path in (RESULTS / name).glob("*.png")}
-    titles = {(plot.title, f"{plot.file}.png") for plot in declaration.layout.plots}
     if declaration.layout.pictures is None:  # it draws none of its own
-        assert set(pictures) <= titles
-
-
-@pytest.mark.thorough(but=["links"])
-@pytest.mark.parametrize("name", catalog_names())
-def test_every_declared_job_has_its_results(name: str) -> None:
-    """A job that is not run leaves the declaration, so that a report never says less than was asked."""
-    declaration, results = find_declaration(name), Results.read(RESULTS / name)
+        assert set(pictures) <= {(plot.title, f"{plot.file}.png") for plot in declaration.layout.plots}
     assert (results.origin.missing, results.origin.num_jobs) == ((), len(jobs_of(declaration)))
     free = declaration.layout.keys
     for part in declaration.parts:

@@ -7,7 +7,6 @@ The convergence experiment: what its runs say, and short ones of them.
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,47 +30,13 @@ from support.inside import (
     outcomes,
     ranges,
     reference,
-    seconds_of,
     suite,
 )
 from support.inside import JobsFigureFigure as Figure
-from support.on_ranks import figures_on_ranks
 from support.pool import Pool
 from support.small import X, Y, make
-from torch import nn
 
-import stagewright as sw
 from stagewright.schedules import Costs, build, simulate
-
-SAMPLES, M = 32, 4
-FLOAT = 4
-
-
-@pytest.mark.thorough(but=["zb-h1"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_parts_add_up_to_what_the_allocator_saw(schedule: str) -> None:
-    """Convolutions take memory within one operation, which no tensor shows."""
-    torch.manual_seed(0)
-    widths = ((3, 16), (16, 16), (16, 16), (16, 3))
-    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU()) for a, b in widths))
-    images, target = torch.randn(2, SAMPLES, 3, 16, 16)
-    with sw.PipelineModule(
-        model,
-        schedule=schedule,
-        mesh={"pipe": 2},
-        num_microbatches=M,
-        loss_fn=nn.functional.mse_loss,
-        optimizer=torch.optim.AdamW,
-        example_inputs=(images,),
-    ) as pipe:
-        step = lambda: pipe.train_step(images, target)  # noqa: E731
-        step()
-        parts, peak = suite.memory(SimpleNamespace(pipe=pipe, step=step))
-    weights = FLOAT * sum(parameter.numel() for parameter in model.parameters())
-    assert (parts["weights"], parts["gradients"]) == (weights, weights)
-    assert parts["optimizer"] == pytest.approx(2 * weights, rel=0.001)  # and the numbers of steps
-    assert sum(parts.values()) == pytest.approx(peak, rel=0.05)
-    assert min(parts["activations"], parts["workspace"]) > 0.05 * peak
 
 
 def trained_once() -> list[Figure]:
@@ -81,7 +46,6 @@ def trained_once() -> list[Figure]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_real_run_of_a_stage_a_rank(gloo: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Experts add up where whole numbers say, by `index_add`: an index was taken for one of the values, and refused."""
     figures, _ = gloo.run(trained_once, ranks=2)
@@ -161,12 +125,14 @@ def test_bubbles_are_those_of_the_closed_forms(schedule: str, bubble: float) -> 
     assert {figure.case.count("microbatches") for figure in figures} == {4}
 
 
+def emulated(schedule: str) -> list[Figure]:
+    return list(bubbles.emulated(Case.of({"schedule": schedule, "ranks": 2, "rounds": 1}), 2))
+
+
 @pytest.mark.thorough
-@pytest.mark.gloo
-def test_emulated_on_ranks_of_the_local_back_end(tmp_path: Path) -> None:
+def test_emulated_on_ranks(gloo: Pool) -> None:
     """On a busy machine the bubble may only be larger."""
-    flush, stream = ({"schedule": name, "ranks": 2, "rounds": 1} for name in ("1f1b", "2bw"))
-    figures = figures_on_ranks(tmp_path, "bubbles:emulated", flush, stream, ranks=2, repetitions=2)
+    figures = [figure for name in ("1f1b", "2bw") for figure in gloo.run(emulated, ranks=2, args=(name,))[0]]
     assert [figure.repetition for figure in figures if figure.name == "bubble"] == [0, 1, 0, 1]
     first, *_ = (figure.value for figure in figures if figure.name == "bubble")
     assert 0.3 < first < 1
@@ -201,12 +167,9 @@ def found(monkeypatch: pytest.MonkeyPatch, late: dict[int, float]) -> float:
     return links._rate(0, 1)
 
 
-def test_a_steady_rate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found(monkeypatch, {}) == pytest.approx(RATE)
-
-
 def test_a_delay_of_one_message_makes_no_faster_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest but one came late, so that the longest takes little longer: their difference says 1.9 of the rate."""
+    assert found(monkeypatch, {}) == pytest.approx(RATE)
     late = {1 << 25: 0.1, 1 << 26: 0.25}
     assert 0.95 * RATE < found(monkeypatch, late) <= RATE
 
@@ -253,30 +216,6 @@ def test_methods_are_judged_at_their_best_rates(tmp_path: Path) -> None:
     assert all(path.stat().st_size > 10_000 for path in pictures)
 
 
-def test_updates_with_a_flush_take_the_time_of_one() -> None:
-    method = Case.of({**LATE, "flush_first": 10})
-    assert seconds_of(FOUND, method) is None  # nobody timed 1f1b with this correction
-    timed = Figure(
-        case=Case.of({**LATE, "schedule": "1f1b"}), name="throughput", value=500.0, unit="tokens/s", how=How.MEASURED
-    )
-    seconds, setting = seconds_of([*FOUND, timed], method), Setting.of(method.values)
-    per_update = setting.sequences * setting.length
-    assert seconds(10) == pytest.approx(10 * per_update / 500)
-    assert seconds(30) == pytest.approx(10 * per_update / 500 + 20 * per_update / 1500)
-
-
-@pytest.mark.thorough
-def test_the_first_updates_may_have_a_flush() -> None:
-    def run(**values: object) -> list[float]:
-        return [found.value for found in loss(Case.of({**TINY, "correction": "error-feedback", **values}), 1)]
-
-    flush, late = run(schedule="1f1b"), run(schedule="2bw")
-    both = run(schedule="2bw", flush_first=4)
-    assert both[0] == flush[0] != late[0]
-    assert both[1] not in (flush[1], late[1])
-    assert run(schedule="2bw", flush_first=8) == flush
-
-
 def test_schedules_that_update_behind_each_microbatch_see_the_same_batches() -> None:
     flush, stream = Setting(schedule="1f1b"), Setting(schedule="pipedream", ranks=4)
     corpus = load_corpus()
@@ -296,7 +235,6 @@ def _raced(values: dict[str, object]) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_runs_on_processes_tell_their_seconds(gloo: Pool) -> None:
     values = {**TINY, "schedule": "2bw", "optimizer": "nadam", "evaluate_every": 1000}
     told = [("validation loss", True), ("final loss", True), ("training time", True)]

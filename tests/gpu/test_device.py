@@ -7,15 +7,15 @@ what must hold on any device.
 import copy
 import gc
 import os
-import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from support.gpu_report import note
+from support.gpu_report import adamw, note, plain_step, seconds
 from support.inside import host_bandwidth, profile_model
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -83,44 +83,9 @@ def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
-
-
 def pipeline(model: nn.Module, schedule: Any = "1f1b", **options: Any) -> sw.PipelineModule:
     options = {"mesh": {"pipe": 2}, "num_microbatches": M, "loss_fn": F.mse_loss, "optimizer": adamw} | options
     return sw.PipelineModule(model, schedule=schedule, **options)
-
-
-def plain_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any, x_and_y: tuple[Tensor, Tensor], number: int = M
-) -> float:
-    """A step of training without a pipeline, in so many microbatches; its loss."""
-    optimizer.zero_grad()
-    losses = []
-    for part, target in zip(*(one.tensor_split(number) for one in x_and_y), strict=True):
-        loss = loss_fn(model(part), target) / number
-        loss.backward()
-        losses.append(loss.detach())
-    optimizer.step()
-    return float(torch.stack(losses).sum())
-
-
-def _wait() -> None:
-    if IS_CUDA:
-        torch.cuda.synchronize()
-
-
-def seconds(step: Callable[[], object], repetitions: int = 5) -> float:
-    step()
-    found = []
-    for _ in range(repetitions):
-        _wait()
-        begun = time.perf_counter()
-        step()
-        _wait()
-        found.append(time.perf_counter() - begun)
-    return statistics.median(found)
 
 
 @pytest.mark.thorough(but=["interleaved"])
@@ -132,7 +97,7 @@ def test_it_equals_plain_training(schedule: str) -> None:
     with pipeline(model, schedule) as pipe:
         for _ in range(3):
             loss = pipe.train_step(x, y).loss
-            assert loss == pytest.approx(plain_step(twin, optimizer, F.mse_loss, (x, y)), rel=1e-10)
+            assert loss == pytest.approx(plain_step(twin, optimizer, F.mse_loss, (x, y), M), rel=1e-10)
         for name, value in pipe.full_state_dict().items():
             assert torch.allclose(value.cpu(), twin.state_dict()[name].cpu(), rtol=1e-10, atol=1e-12), name
         assert all(parameter.device.type == torch.device(DEVICE).type for parameter in model.parameters())
@@ -185,11 +150,16 @@ def peak_and_step(treat: Callable[[nn.Module], dict[str, Any]]) -> tuple[int, fl
     model = mlp()
     options = {"schedule": "gpipe"} | treat(model)
     with pipeline(options.pop("model", model), **options) as pipe:
+        return watched(pipe, x, y)
+
+
+def watched(pipe: sw.PipelineModule, x: Tensor, y: Tensor) -> tuple[int, float, list[Tensor]]:
+    """Peak bytes, seconds and weights of the second step."""
+    pipe.train_step(x, y)
+    with pipe.watch_memory() as memory:
         pipe.train_step(x, y)
-        with pipe.watch_memory() as memory:
-            pipe.train_step(x, y)
-        weights = [parameter.clone().cpu() for parameter in pipe.full_state_dict().values()]
-        return memory.peak_bytes, seconds(lambda: pipe.train_step(x, y), 3), weights
+    weights = [parameter.clone().cpu() for parameter in pipe.full_state_dict().values()]
+    return memory.peak_bytes, seconds(lambda: pipe.train_step(x, y), 3), weights
 
 
 @pytest.mark.thorough
@@ -234,11 +204,7 @@ def test_offloading_is_planned_by_the_measured_link() -> None:
     def carried_out(planned: Any) -> tuple[int, float, list[Tensor]]:
         gc.collect()  # the pipeline before
         with pipeline(blocks(), planned, mesh=None, num_microbatches=None) as pipe:
-            pipe.train_step(x, y)
-            with pipe.watch_memory() as watched:
-                pipe.train_step(x, y)
-            weights = [parameter.clone().cpu() for parameter in pipe.full_state_dict().values()]
-            return watched.peak_bytes, seconds(lambda: pipe.train_step(x, y), 3), weights
+            return watched(pipe, x, y)
 
     del auto, pipe  # what planned holds the model that it profiled
     (before, step, kept), (after, away, offloaded) = map(carried_out, found)
@@ -340,3 +306,44 @@ def test_a_gpt_is_profiled_planned_and_run() -> None:
          plain_s=theirs, ratio=step / theirs)  # fmt: skip
     assert losses == pytest.approx(expected, rel=1e-2)
     assert losses[-1] < losses[0]
+
+
+class Net(nn.Module):
+    """Blocks, and a parameter that other ways of drawing fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Block(WIDTH) for _ in range(LAYERS)))
+        self.turned = nn.Parameter(nn.init.trunc_normal_(nn.init.orthogonal_(torch.empty(WIDTH, 32)), std=0.02))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) @ self.turned
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+def test_a_deferred_model_is_filled_on_the_device(where: str) -> None:
+    """Drawn by the generator of the device where plain construction draws."""
+    found = []
+    x, _ = batch()
+    for made in (nullcontext, sw.deferred):
+        torch.manual_seed(0)
+        context: AbstractContextManager[object] = made()
+        with context, torch.device(DEVICE if where == "device" else "cpu"):
+            model = Net()
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        if IS_CUDA:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        with pipeline(model, device=DEVICE, verify=False) as pipe:
+            pipe.build(x, x[:, :32])
+            if IS_CUDA and made is sw.deferred:
+                peak = torch.cuda.max_memory_allocated()
+                note(f"deferred-{where}", peak_over_weights=peak / size)
+                assert peak <= 1.1 * size
+            assert {parameter.device.type for parameter in model.parameters()} == {torch.device(DEVICE).type}
+            losses = [pipe.train_step(x, x[:, :32]).loss for _ in range(2)]
+            found.append((losses, pipe.full_state_dict()))
+        del model, pipe
+    (losses, plain), (deferred, filled) = found
+    assert deferred == losses
+    assert all(torch.equal(filled[name], value) for name, value in plain.items())

@@ -3,16 +3,13 @@
 On the CPU gloo processes carry them out with copies in place of a device's.
 """
 
-import copy
 import os
-import statistics
-import time
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.gpu_report import note
+from support.gpu_report import adamw, note, plain_step, seconds
 from support.pool import Pool
 from support.staged import staging
 from torch import Tensor, nn
@@ -39,15 +36,6 @@ def mlp() -> nn.Sequential:
 def batch(step: int) -> tuple[Tensor, Tensor]:
     x, y = torch.randn(2, SAMPLES, WIDTH, generator=torch.Generator().manual_seed(step))
     return x.to(ONE), y.to(ONE)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
-
-
-def wait() -> None:
-    if IS_CUDA:
-        torch.cuda.synchronize()
 
 
 class Trained(NamedTuple):
@@ -79,36 +67,20 @@ def train(schedule: str, ranks: int, *, measures: bool = True) -> Trained:
             predicted = memory_curves(timeline, pipe.stage_bytes(watched))[pipe.rank].peak
             peak = watched.peak_bytes
         x, y = batch(0)
-        times = []
-        for _ in range(TIMED):
-            if IS_CUDA:
-                torch.cuda.reset_peak_memory_stats()
-            wait()
-            begun = time.perf_counter()
-            pipe.train_step(x, y)
-            wait()
-            times.append(time.perf_counter() - begun)
+        if IS_CUDA:
+            torch.cuda.reset_peak_memory_stats()
+        step = seconds(lambda: pipe.train_step(x, y), TIMED)
         peak = torch.cuda.max_memory_allocated() if IS_CUDA else peak
-    return Trained(losses, statistics.median(times), peak, predicted)
+    return Trained(losses, step, peak, predicted)
 
 
 def plain() -> tuple[list[float], float]:
     """Losses without a pipeline, and the median of a step's seconds."""
-    model, losses, times = copy.deepcopy(mlp()).to(ONE), [], []
+    model = mlp().to(ONE)
     optimizer = adamw(model.parameters())
-    for step in range(4 + TIMED):
-        x_and_y = batch(step)
-        wait()
-        begun, parts = time.perf_counter(), []
-        optimizer.zero_grad()
-        for x, y in zip(*(one.tensor_split(M) for one in x_and_y), strict=True):
-            loss = F.mse_loss(model(x), y) / M
-            loss.backward()
-            parts.append(loss.detach())
-        optimizer.step()
-        losses.append(float(torch.stack(parts).sum()))
-        times.append(time.perf_counter() - begun)
-    return losses[:4], statistics.median(times[4:])
+    losses = [plain_step(model, optimizer, F.mse_loss, batch(step), M) for step in range(4)]
+    x_and_y = batch(4)
+    return losses, seconds(lambda: plain_step(model, optimizer, F.mse_loss, x_and_y, M), TIMED)
 
 
 @pytest.mark.thorough

@@ -3,9 +3,48 @@
 import json
 import os
 import platform
+import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def wait() -> None:
+    """For the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds(step: Callable[[], object], repetitions: int = 5) -> float:
+    """Median of a step that has run once."""
+    step()
+    found = []
+    for _ in range(repetitions):
+        wait()
+        begun = time.perf_counter()
+        step()
+        wait()
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found)
+
+
+def plain_step(model: Any, optimizer: torch.optim.Optimizer, loss_fn: Any, batch: Any, number: int) -> float:
+    """A step of training without a pipeline, in so many microbatches; its loss."""
+    optimizer.zero_grad()
+    losses = []
+    for part, target in zip(*(one.tensor_split(number) for one in batch), strict=True):
+        loss = loss_fn(model(part), target) / number
+        loss.backward()
+        losses.append(loss.detach())
+    optimizer.step()
+    return float(torch.stack(losses).sum())
 
 
 def note(what: str, **figures: float | str | None) -> None:

@@ -108,6 +108,17 @@ def freeze(model: nn.Module, prefixes: tuple[str, ...]) -> None:
             parameter.requires_grad_(False)
 
 
+class Joined(torch.optim.SGD):
+    """Divides gradients by the norm of all, which no stage has by itself."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = 1 + torch.stack([gradient.norm() for gradient in gradients]).norm() if gradients else 1.0
+        for gradient in gradients:
+            gradient.div_(norm)
+        super().step()
+
+
 def make_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
     optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "sgd": functools.partial(torch.optim.SGD, lr=0.1),
@@ -115,6 +126,8 @@ def make_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
         "adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
         "adamw-foreach": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True),
         "adamw-fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
+        "decay": functools.partial(torch.optim.SGD, lr=0.05, weight_decay=0.1),
+        "joined": functools.partial(Joined, lr=0.05),
     }
     return optimizers[name]
 
@@ -142,7 +155,24 @@ def _muon(named: Sequence[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimiz
     ]
 
 
-BY_NAME = {"rates-by-name": _rates_by_name, "muon": _muon}  # over named parameters, several optimizers
+def _grouped(named: Sequence[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer | None]:
+    """Two optimizers, one of two groups."""
+    matrices = [p for _, p in named if p.ndim > 1]
+    biases = [p for name, p in named if p.ndim <= 1 and name.endswith("bias")]
+    others = [p for name, p in named if p.ndim <= 1 and not name.endswith("bias")]
+    groups = [{"params": biases, "lr": 0.02}, {"params": others, "weight_decay": 0.1}]
+    groups = [group for group in groups if group["params"]]
+    return [
+        torch.optim.SGD(matrices, lr=0.05, momentum=0.5) if matrices else None,
+        torch.optim.SGD(groups, lr=0.1) if groups else None,
+    ]
+
+
+BY_NAME = {
+    "rates-by-name": _rates_by_name,
+    "muon": _muon,
+    "grouped": _grouped,
+}  # over named parameters, several optimizers
 
 
 def make_optimizers(name: str, named: Sequence[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
@@ -165,6 +195,7 @@ def make_scheduler(decay: bool | str) -> Callable[[torch.optim.Optimizer], Any] 
     schedulers: dict[bool | str, Callable[[torch.optim.Optimizer], Any] | None] = {
         False: None,
         True: lambda optimizer: lr.StepLR(optimizer, step_size=1, gamma=0.5),
+        "lambda": lambda optimizer: lr.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
         "plateau": lambda optimizer: lr.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=0.1),
         "one-cycle": lambda optimizer: lr.OneCycleLR(optimizer, max_lr=0.05, total_steps=40),
         "cyclic": lambda optimizer: lr.CyclicLR(optimizer, base_lr=1e-3, max_lr=5e-2, step_size_up=3),

@@ -1,6 +1,6 @@
 """Random schedules of all families and random orders, with unequal costs and links: for what plays a schedule again."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -110,14 +110,30 @@ def _random_order(random: Random) -> Schedule:
     pairs = {(edge.src, edge.dst) for edge in chain(num_stages)}
     pairs |= {(a, b) for a in range(num_stages) for b in range(a + 1, num_stages) if random.random() < 0.4}
     edges = tuple(Edge(src, dst, random.random() < 0.8) for src, dst in sorted(pairs))
+    trains = random.random() < 0.9
+    gradients = [[random.choice([Op.B, Op.I]) for _ in range(num_stages)] for _ in range(microbatches)]
+    return random_order(random, owners, edges, gradients, num_ranks=num_ranks, trains=trains)
+
+
+def random_order(
+    random: Random,
+    owners: list[list[int]],
+    edges: Sequence[Edge],
+    gradients: list[list[Op]],
+    *,
+    num_ranks: int,
+    trains: bool = True,
+) -> Schedule:
+    """A linear order of all actions, drawn from what may run next; `gradients` [microbatch][stage] are B, or I for
+    I and W; without `trains` there are forwards alone."""
+    num_stages, microbatches = len(owners), len(gradients)
     waiting: dict[Action, set[Action]] = {}
-    with_backward = random.random() < 0.9
     for k in range(microbatches):
-        gradient = {s: Action(s, random.choice([Op.B, Op.I]), k) for s in range(num_stages)}
+        gradient = {s: Action(s, gradients[k][s], k) for s in range(num_stages)}
         for stage in range(num_stages):
             forward = Action(stage, Op.F, k)
             waiting[forward] = {Action(e.src, Op.F, k) for e in edges if e.dst == stage}
-            if with_backward:
+            if trains:
                 waiting[gradient[stage]] = {forward} | {gradient[e.dst] for e in edges if e.src == stage and e.grad}
                 if gradient[stage].op is Op.I:
                     waiting[Action(stage, Op.W, k)] = {gradient[stage]}
@@ -133,7 +149,7 @@ def _random_order(random: Random) -> Schedule:
         placement=tuple(tuple(s for s in range(num_stages) if rank in owners[s]) for rank in range(num_ranks)),
         programs=tuple(map(tuple, programs)),
         num_microbatches=microbatches,
-        edges=edges,
+        edges=tuple(edges),
     )
 
 

@@ -1,25 +1,19 @@
 """A throw-away Slurm cluster on this host: real munged, slurmctld and slurmd of loopback, removed at the end.
 
-    PYTHONPATH=tests python -m support.slurm_on_one_host --nodes 2 -- COMMAND...
-
-runs the command with SLURM_CONF set, so that sbatch, srun and `--backend slurm` find this cluster and no other. It
-needs root (slurmd starts other users' jobs) and Debian's slurmctld, slurmd, slurm-client and munge; no cgroups, no
-accounting, no service of the system.
+With SLURM_CONF set sbatch, srun and `--backend slurm` find this cluster and no other. It needs root (slurmd starts
+other users' jobs) and Debian's slurmctld, slurmd, slurm-client and munge; no cgroups, no accounting.
 """
 
 import os
 import pwd
-import shlex
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from support.inside import free_ports
@@ -31,19 +25,6 @@ _END = 5.0  # [s] for one to go after it was asked
 _POLL = 0.1  # [s]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """A cluster that runs.
-
-    Arguments:
-        folder: its configuration, state and logs.
-        environment: this process's, with which Slurm's commands find it.
-    """
-
-    folder: Path
-    environment: dict[str, str]
-
-
 def missing() -> str:
     """Why there can be no such cluster here; empty where there can."""
     lacking = [name for name in PROGRAMS if _program(name) is None]
@@ -53,8 +34,8 @@ def missing() -> str:
 
 
 @contextmanager
-def one_host_cluster(num_nodes: int) -> Iterator[Cluster]:
-    """A cluster of nodes n1, n2, ... on this host, one CPU each as far as Slurm knows.
+def one_host_cluster(num_nodes: int) -> Iterator[Path]:
+    """The folder of a cluster of nodes n1, n2, ... on this host, one CPU each as far as Slurm knows.
 
     Raises ValueError where it cannot be, RuntimeError with the daemons' last lines where it does not come up.
     """
@@ -70,9 +51,8 @@ def one_host_cluster(num_nodes: int) -> Iterator[Cluster]:
         environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         for command in _daemons(folder, names):
             stack.enter_context(_daemon(command, environment, folder))
-        cluster = Cluster(folder=folder, environment=environment)
-        _wait_until_idle(cluster, num_nodes)
-        yield cluster
+        _wait_until_idle(folder, environment, num_nodes)
+        yield folder
 
 
 def _configuration(folder: Path, names: Sequence[str]) -> str:
@@ -130,27 +110,25 @@ def _daemon(command: Sequence[str], environment: dict[str, str], folder: Path) -
                     process.wait(timeout=_END)
 
 
-def _wait_until_idle(cluster: Cluster, num_nodes: int) -> None:
+def _wait_until_idle(folder: Path, environment: dict[str, str], num_nodes: int) -> None:
     command = [_path("sinfo"), "-h", "-N", "-o", "%T"]
     until = time.monotonic() + _PATIENCE
     states: list[str] = []
     while time.monotonic() < until:
         with suppress(subprocess.TimeoutExpired):
             asked = subprocess.run(
-                command, env=cluster.environment, capture_output=True, text=True, check=False, timeout=_PATIENCE
+                command, env=environment, capture_output=True, text=True, check=False, timeout=_PATIENCE
             )
             states = asked.stdout.split()
         if states == ["idle"] * num_nodes:
             return
         time.sleep(_POLL)
     logs = "\n".join(
-        f"{path.name}: {line}" for path in sorted(cluster.folder.glob("*.log")) for line in _last_lines(path)
+        f"{path.name}: {line}"
+        for path in sorted(folder.glob("*.log"))
+        for line in path.read_text(errors="replace").splitlines()[-5:]
     )
     raise RuntimeError(f"the cluster did not come up in {_PATIENCE:g} s (nodes: {' '.join(states) or 'none'})\n{logs}")
-
-
-def _last_lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines()[-5:]
 
 
 def _program(name: str) -> str | None:
@@ -161,22 +139,3 @@ def _path(name: str) -> str:
     found = _program(name)
     assert found is not None
     return found
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run a command within such a cluster; its exit status."""
-    words = list(arguments)
-    num_nodes = 2
-    if words[:1] == ["--nodes"]:
-        num_nodes, words = int(words[1]), words[2:]
-    words = words[1:] if words[:1] == ["--"] else words
-    if not words:
-        print(__doc__)
-        return 2
-    with one_host_cluster(num_nodes) as cluster:
-        print(f"a cluster of {num_nodes} nodes in {cluster.folder}: {shlex.join(words)}", file=sys.stderr, flush=True)
-        return subprocess.run(words, env=cluster.environment, check=False).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -38,8 +38,8 @@ def name_actions(stage: PipelineStage) -> None:
         setattr(stage, method, named)
 
 
-def trace(name: str, path: str) -> None:
-    """Run two batches of a schedule in the default process group, and trace the second to `path`."""
+def trace_own(name: str, folder: str) -> None:
+    """Run two batches of a schedule in the default process group, and trace the second to a file of this rank's."""
     rank, world, chunks = dist.get_rank(), dist.get_world_size(), CHUNKS[name]
     torch.manual_seed(rank)
     own = (rank, 2 * world - 1 - rank) if name == "zb-v" else tuple(rank + c * world for c in range(chunks))
@@ -62,12 +62,7 @@ def trace(name: str, path: str) -> None:
     dist.barrier()
     with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("step"):
         step()
-    profiler.export_chrome_trace(path)
-
-
-def trace_own(name: str, folder: str) -> None:
-    """`trace` to a file of this rank's."""
-    trace(name, f"{folder}/{name}.rank{dist.get_rank()}.json")
+    profiler.export_chrome_trace(f"{folder}/{name}.rank{rank}.json")
 
 
 def slim(path: Path, to: Path) -> None:

@@ -48,11 +48,9 @@ def _write_file(path: Path, functions: dict[str, dict[str, bool]]) -> bool:
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             but = [case for case, is_chosen in cases.items() if is_chosen]
             lines.insert(first - 1, MARK + (f"(but={but!r})" if but else ""))
+    if any(MARK in line for line in lines) and "import pytest" not in lines:
+        lines.insert(ast.parse(text).body[0].end_lineno or 1, "import pytest")  # behind the docstring
     written = "\n".join(lines) + "\n"
-    if MARK in written and "import pytest\n" not in written:
-        written = written.replace(
-            "from __future__ import annotations\n", "from __future__ import annotations\nimport pytest\n", 1
-        )
     if written != text:
         path.write_text(written, encoding="utf-8")
     return written != text

@@ -13,14 +13,13 @@ from stagewright.viz import Exhibit, write_explorer
 
 
 class Looked:
-    """A page that is open, and what it said: errors, console messages, requests."""
+    """A page that is open, and its requests; errors and console messages are said."""
 
-    def __init__(self, page: Any) -> None:
+    def __init__(self, page: Any, said: list[str]) -> None:
         self.page = page
-        self.said: list[str] = []
         self.requests: list[str] = []
-        page.on("console", lambda message: self.said.append(message.text))
-        page.on("pageerror", lambda error: self.said.append(str(error)))
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
         page.on("request", lambda request: self.requests.append(request.url))
 
     def evaluate(self, script: str, argument: Any = None) -> Any:
@@ -69,6 +68,7 @@ class Browser:
     def __init__(self, chromium: Any, folder: Path) -> None:
         self._page = chromium.new_page(viewport={"width": 1200, "height": 800})
         self._chromium, self._path = chromium, folder / "page.html"
+        self.said: list[str] = []
 
     def show(self, *exhibits: Exhibit) -> Looked:
         """Open the explorer of some exhibits, and wait until it is drawn."""
@@ -83,7 +83,7 @@ class Browser:
     def _open(self) -> Looked:
         self._page.close()
         self._page = self._chromium.new_page(viewport={"width": 1200, "height": 800})
-        looked = Looked(self._page)
+        looked = Looked(self._page, self.said)
         self._page.goto(self._path.as_uri())
         looked.settle()
         return looked
@@ -100,3 +100,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield Browser(chromium, tmp_path_factory.mktemp("explorer"))
         chromium.close()
+
+
+@pytest.fixture(autouse=True)
+def no_page_complains(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of errors, or on the console."""
+    yield
+    if "browser" in request.fixturenames:
+        said = request.getfixturevalue("browser").said
+        assert [said.pop() for _ in range(len(said))] == []

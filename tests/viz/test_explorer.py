@@ -49,7 +49,6 @@ def test_boxes_stand_where_the_timeline_says_in_the_colours_of_their_ops(browser
                 spots.append((x - 4, y - 9))
                 hues.append(OP_HUES[action.op])
     assert looked.colours(spots) == hues
-    assert looked.said == []
     assert all(url.startswith("file:") for url in looked.requests)
     assert len(looked.requests) == 1
 
@@ -132,7 +131,6 @@ def test_slider_shows_another_measured_step(browser):
     assert "makespan 22 s" in looked.evaluate(summary)
     assert name in looked.page.inner_text("#chosen")  # the choice stays on the action
     assert view(looked) == [0, exhibit.measured[2].timeline.makespan]  # and the scale on the longest step
-    assert looked.said == []
 
 
 def test_figures_stand_in_the_header(browser):
@@ -175,7 +173,6 @@ def test_memory_is_drawn_and_told(browser):
 def test_names_are_text_whatever_they_hold(browser):
     hostile = "</script ></script><script>document.title = 'broken'</script><!-- \"'&<b>\u20ac @@DATA@@ \u2028"
     looked = browser.show(replace(example(), name=hostile, notes=(hostile,)), example())
-    assert looked.said == []
     assert looked.page.title().startswith("</script ></script><script>")
     for place in ("#title", "#notes"):
         assert "</script><script>document.title" in looked.page.inner_text(place)
@@ -194,7 +191,6 @@ def test_a_rank_that_left_nothing_is_told(browser):
     looked = browser.show(replace(exhibit, measured=(MeasuredStep(1, part),), notes=("rank 1 left no trace.",)))
     assert looked.evaluate("stagewright.page.panels[1].rows.map(row => row.missing)") == [False, True]
     assert "rank 1 left no trace." in looked.page.inner_text("#notes")
-    assert looked.said == []
 
 
 def test_the_same_exhibits_give_the_same_page():
@@ -212,7 +208,6 @@ def test_timelines_without_any_action_are_shown(browser):
     looked = browser.show(Exhibit(name="nothing ran", simulated=empty))
     looked.page.mouse.move(400, 300)
     looked.page.keyboard.press("c")
-    assert looked.said == []
 
 
 def test_differences_lead_to_the_action_that_departs_most(browser):
@@ -232,7 +227,6 @@ def test_differences_lead_to_the_action_that_departs_most(browser):
     start, end = view(looked)
     assert start <= late.start - measured.start
     assert late.end - measured.start <= end
-    assert looked.said == []
 
 
 def test_a_rank_that_straggles_is_named(browser):
@@ -274,7 +268,6 @@ def test_each_exhibit_has_a_scale_of_its_own_on_demand(browser):
     assert "1B3" in looked.page.inner_text("#chosen")
     looked.page.keyboard.press("o")
     assert looked.evaluate(end, 0) < looked.evaluate(end, 1) / 5
-    assert looked.said == []
 
 
 def test_a_narrow_window_cuts_nothing_off(browser):
@@ -300,4 +293,3 @@ def test_a_hundred_thousand_actions_are_drawn(num_microbatches, browser):
     looked.settle()
     x, y = looked.place(0, 3, exhibit.simulated.ranks[3].actions.index((3, "B", 17)))
     assert looked.colours([(x - 4, y - 8)]) == [OP_HUES[Op.B]]
-    assert looked.said == []

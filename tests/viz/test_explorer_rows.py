@@ -68,7 +68,6 @@ def test_equal_replicas_are_one_row_that_opens(browser: Any) -> None:
     assert names(looked)[0] == ["rank 0, 2 replicas", "rank 2, 2 replicas"]
     looked.evaluate("stagewright.jump(stagewright.page.panels[0], 1, '0F3')")  # a replica that does not show
     assert names(looked)[0] == ["rank 0", "rank 1", "rank 2, 2 replicas"]
-    assert looked.said == []
 
 
 def test_replicas_at_other_times_stay_apart(browser: Any) -> None:
@@ -111,7 +110,6 @@ def test_a_pinned_row_stays_while_the_others_scroll(browser: Any) -> None:
     looked.page.mouse.move(x, y)
     looked.page.keyboard.press("p")
     assert len(names(looked)) == 1
-    assert looked.said == []
 
 
 def test_rows_and_timelines_are_hidden_and_brought_back(browser: Any) -> None:
@@ -137,7 +135,6 @@ def test_rows_and_timelines_are_hidden_and_brought_back(browser: Any) -> None:
     looked.evaluate("stagewright.hover(null, null)")
     looked.page.keyboard.press("p")
     assert "Point at a row" in looked.page.inner_text("#told")
-    assert looked.said == []
 
 
 def test_letters_and_the_wheel_move_as_people_expect(browser: Any) -> None:
@@ -201,7 +198,6 @@ def test_search_finds_actions_by_name_and_in_words(browser: Any) -> None:
     looked.page.keyboard.press("Escape")
     assert looked.page.input_value("#search input") == ""
     assert looked.evaluate("document.activeElement.id") == "base"
-    assert looked.said == []
 
 
 def test_what_is_found_is_framed(browser: Any) -> None:
@@ -239,7 +235,6 @@ def test_a_selection_tells_what_each_rank_does_in_it(browser: Any) -> None:
     assert view(looked) == pytest.approx([start, end])
     looked.page.keyboard.press("Escape")
     assert not looked.page.is_visible("#selection")
-    assert looked.said == []
 
 
 def test_the_axis_selects_too(browser: Any) -> None:
@@ -279,7 +274,6 @@ def test_the_distance_between_two_actions(browser: Any) -> None:
     assert at == [1, 3]
     looked.page.keyboard.press("x")
     assert [each for each in wanted if each not in looked.page.inner_text("#selection")] == []
-    assert looked.said == []
 
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -330,7 +324,6 @@ def test_a_picture_is_saved_as_pixels_and_as_vectors(browser: Any) -> None:
         pixel = pixels[round(2 * (y + 4)), round(2 * (x + 3))]
         assert "#" + "".join(f"{round(255 * part):02X}" for part in pixel[:3]) == OP_HUES[op]
     assert looked.evaluate("[stagewright.view.scroll, stagewright.view.height < 420]") == [60, True]  # as it was
-    assert looked.said == []
 
 
 @pytest.mark.thorough
@@ -379,7 +372,6 @@ def test_a_link_shows_the_view_again(browser: Any) -> None:
     looked.until("stagewright.rows.hidden.size === 0")
     assert view(looked) == pytest.approx([1, 2])
     assert looked.evaluate(state)["shows"]["idle"] is True
-    assert looked.said == []
 
 
 def test_what_a_link_names_and_the_page_has_not_is_said(browser: Any) -> None:
@@ -389,4 +381,3 @@ def test_what_a_link_names_and_the_page_has_not_is_said(browser: Any) -> None:
     told = looked.page.inner_text("#told")
     assert "Not on this page: colour, step=4, hide=0s9, on=smoke, t=3, at=0s0:7F7" in told
     assert looked.evaluate("[...stagewright.rows.hidden]") == ["0s1"]
-    assert looked.said == []

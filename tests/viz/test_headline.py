@@ -3,8 +3,6 @@
 Memory below the timelines of a figure: heights of parts and lines, on one scale.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -18,7 +16,6 @@ from support.inside import (
     MemoryPanel,
     Sheet,
     assign_lanes,
-    busy_seconds,
     ceiling_of,
     find_arrows,
     find_gaps,
@@ -27,7 +24,6 @@ from support.inside import (
     panels_of,
     render_terminal,
 )
-from support.inside import expected_least_seconds as least_seconds
 
 from stagewright.schedules import (
     FAMILIES,
@@ -100,13 +96,6 @@ def test_where_costs_are_not_known_a_timeline_s_own_medians_stand_for_them() -> 
     assert found["lower bound"].seconds == lower_bound(schedule, costs)
     assert found["measured"].how == "step 7"
     assert "its own actions" in found["lower bound"].how
-
-
-def test_streams_are_counted_by_the_batch() -> None:
-    schedule = build("2bw", num_ranks=4, num_microbatches=8)
-    costs = Costs(forward=1.0, update=0.5)
-    assert busy_seconds(schedule, costs) == 4 * 8 * 3
-    assert least_seconds(schedule, costs) == 8 * 3 + 0.5
 
 
 @pytest.mark.thorough
@@ -246,15 +235,11 @@ spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=30).
 
 
 @given(spans)
-def test_spans_of_a_lane_do_not_overlap(spans):
+def test_spans_of_a_lane_do_not_overlap_and_lanes_are_as_few_as_overlap_at_once(spans):
     ends = {}
     for (start, end), lane in zip(spans, assign_lanes(spans), strict=True):
         assert ends.get(lane, start) <= start
         ends[lane] = end
-
-
-@given(spans)
-def test_lanes_are_as_few_as_overlap_at_once(spans):
     at_once = max((sum(s <= at < e for s, e in spans) for at in range(40)), default=0)
     assert len(set(assign_lanes([span for span in spans if span[0] < span[1]]))) == at_once
 
@@ -306,8 +291,3 @@ def test_arrows_are_what_crosses_ranks():
     assert len(arrows) == 3 * 2 * 2  # boundaries x microbatches x directions
     assert Delivery(Message(MessageKind.ACT, 1, 2, 0), Action(1, Op.F, 0), 1, Action(2, Op.F, 0), 0) in arrows
     assert Delivery(Message(MessageKind.GRAD, 2, 1, 1), Action(2, Op.B, 1), 0, Action(1, Op.B, 1), 1) in arrows
-
-
-def test_an_empty_timeline_has_no_gaps():
-    schedule = build("gpipe", num_ranks=2, num_microbatches=1)
-    assert find_gaps(Timeline(schedule=schedule, ranks=(RankTrace(compute=()),) * 2)) == ({}, {})

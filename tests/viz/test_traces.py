@@ -1,7 +1,5 @@
 """Traces that others wrote, real ones of torch.profiler and made-up ones; rules of our own files."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -120,30 +118,16 @@ def same_times(found: Timeline, truth: Timeline) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    name=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1"]),
-    num_ranks=st.integers(1, 4),
-    rounds=st.integers(1, 3),
-    forward=st.floats(1e-6, 10.0),
-    origin=st.floats(0, 1e6),
-    merged=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_any_timeline_comes_back(
-    tmp_path_factory: pytest.TempPathFactory,
-    *,
-    name: str,
-    num_ranks: int,
-    rounds: int,
-    forward: float,
-    origin: float,
-    merged: bool,
-    seed: int,
-) -> None:
+@given(data=st.data())
+def test_any_timeline_comes_back(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """In any order, of one file or several, at any origin of the clock."""
-    schedule = build(name, num_ranks=num_ranks, num_microbatches=num_ranks * rounds)
+    draw = data.draw
+    name, ranks = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1"])), draw(st.integers(1, 4))
+    schedule = build(name, num_ranks=ranks, num_microbatches=ranks * draw(st.integers(1, 3)))
+    forward = draw(st.floats(1e-6, 10.0))
     truth = simulate(schedule, Costs(forward=forward, latency=forward / 3))
-    paths = written(truth.shifted(origin), tmp_path_factory.mktemp("trace"), merged=merged, seed=seed)
+    shifted, folder = truth.shifted(draw(st.floats(0, 1e6))), tmp_path_factory.mktemp("trace")
+    paths = written(shifted, folder, merged=draw(st.booleans()), seed=draw(st.integers(0, 99)))
     exhibit = exhibit_of_traces(paths, name="t")
     assert exhibit.notes == ()
     same_times(exhibit.measured[0].timeline, truth)
@@ -313,7 +297,6 @@ def test_one_rank_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.gloo
 def test_torch_as_it_is_installed_writes_what_is_read(tmp_path: Path, gloo) -> None:
     """Live: names and files of the torch that runs, around its own schedules on two gloo processes."""
     from support import torch_traces

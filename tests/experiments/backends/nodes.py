@@ -92,6 +92,19 @@ def parent(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def network_of(process: int) -> int:
+    """Its network namespace; 0 of none."""
+    try:
+        return os.stat(f"/proc/{process}/ns/net").st_ino
+    except OSError:
+        return 0
+
+
+def processes_in(inode: int) -> list[str]:
+    """Processes in a network namespace."""
+    return [path.name for path in Path("/proc").glob("[0-9]*") if network_of(int(path.name)) == inode]
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + WITHIN
     while not condition():
@@ -103,13 +116,13 @@ def gone(ids: list[int], *, within: float = WITHIN) -> bool:
     """Whether all of these processes end within the time."""
     until = time.monotonic() + within
     while time.monotonic() < until:
-        if not any(_lives(process) for process in ids):
+        if not any(lives(process) for process in ids):
             return True
         time.sleep(0.02)
     return False
 
 
-def _lives(process: int) -> bool:
+def lives(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

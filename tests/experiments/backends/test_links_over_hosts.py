@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.inside import NetnsBackend, Network, Nodes, Shape, network, what_is_missing, why_no_wire
+from support.inside import Network, Nodes, Shape, network, what_is_missing, why_no_wire
 
 from stagewright.partition import Cluster
-
-from .nodes import work
 
 WHY_NOT = what_is_missing() or why_no_wire()
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
@@ -47,79 +45,3 @@ def test_two_levels_are_found_as_they_were_made(tmp_path: Path) -> None:
     assert host.bandwidth > 2 * wire.bandwidth
     assert host.latency < latency / 2
     assert rate / 2 < wire.reduce_bandwidth <= rate  # type: ignore[operator]
-
-
-def test_hosts_whose_names_mean_themselves(tmp_path: Path) -> None:
-    """As Debian writes them into /etc/hosts: gloo would listen where nobody else comes."""
-    with network(Nodes(num_nodes=2, shape=Shape(bandwidth=GIGABIT, latency=2e-3)), has_netem=False) as net:
-        for host in net.hosts:
-            own = tmp_path / host.name
-            own.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n")
-            host.start(("mount", "--bind", str(own), "/etc/hosts"), output=None).wait()
-        ends = on_all(net, (1, 1), "--timeout", "30")
-    for rank, (status, said) in enumerate(ends):
-        assert status != 0
-        assert f"rank {rank} of 2 cannot be connected with all others: node0 does not reach node1 at 127.0.1.1" in said
-        assert "type GLOO_SOCKET_IFNAME=eth0 before the command" in said
-
-
-FAR = """
-import os, sys, time
-from pathlib import Path
-import torch
-from torch import nn
-import stagewright.pipe.stage.wiring as lowered, stagewright.schedules.timing.wiring as timed
-from stagewright import PipelineModule
-from stagewright.schedules import Costs, Link, Links, build, simulate
-F, B, M, ROWS = 0.01, 0.02, 32, 64
-
-class Slow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        time.sleep(F)
-        return x.clone()
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(B)
-        return gradient
-
-class Unit(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(256))
-    def forward(self, x):
-        return Slow.apply(x * self.scale)
-
-links = Links(network=Link(latency=0.056, seconds_per_byte=8e-9), activation_bytes=ROWS * 1024.0)
-for ahead in (lambda size: 4, timed.receives_ahead):
-    lowered.receives_ahead = timed.receives_ahead = ahead
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Unit(), Unit()), torch.randn(ROWS * M, 256)
-    pipe = PipelineModule(model, schedule="gpipe", num_microbatches=M, loss_fn=nn.functional.mse_loss)
-    took = []
-    for _ in range(4):
-        begin = time.perf_counter()
-        pipe.forward_backward(x, x)
-        took.append(time.perf_counter() - begin)
-    schedule = build("gpipe", num_ranks=2, num_microbatches=M)
-    simulated = simulate(schedule, Costs(forward=F, backward=B), links).makespan
-    with open(f"{sys.argv[1]}/steps{os.environ['RANK']}", "a") as file:
-        print(sorted(took[1:])[1], simulated, file=file)
-    pipe.close()
-os._exit(0)
-"""
-
-
-def test_a_long_link_is_busy_whatever_its_latency(tmp_path: Path) -> None:
-    """GPipe of 32 microbatches over 56 ms. With four receives posted ahead it stands still for a latency there and back
-    after every four messages: 2.57 s, simulated 2.05; with those of 16 MiB it took 1.30 s, simulated 1.10."""
-    far = Nodes(num_nodes=2, shape=Shape(bandwidth=GIGABIT, latency=0.056))
-    outcome = NetnsBackend(say=lambda _: None, measured_capacity=lambda _: 1e9).run(
-        work(tmp_path, FAR, torch=True), far
-    )
-    assert outcome.status == 0, outcome.report
-    four, many = ([float(word) for word in line.split()] for line in (tmp_path / "steps0").read_text().splitlines())
-    assert many[0] < 0.7 * four[0]
-    assert many[1] < 0.7 * four[1]
-    for measured, simulated in (four, many):
-        assert simulated < measured < 1.5 * simulated

@@ -3,14 +3,11 @@
 The wire's arithmetic: when packets arrive that queue at cards and travel for a while.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +15,7 @@ from hypothesis import strategies as st
 from support.inside import Crossing, Link, Nodes, Shape, network, what_is_missing, why_no_wire
 from support.inside import HostHost as Host
 
-from .nodes import WITHIN, wait_for
+from .nodes import WITHIN, network_of, processes_in, wait_for
 
 WHY_NOT = what_is_missing() or why_no_wire()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -129,12 +126,12 @@ def test_a_node_that_crashes_takes_all_its_processes_along():
         script = "setsid sh -c 'echo left; exec sleep 1000' & exec sleep 1000"
         started = host.start(("sh", "-c", script), output=subprocess.PIPE)
         assert started.stdout.readline() == b"left\n"
-        network_of_it = os.stat(f"/proc/{host.pid}/ns/net").st_ino
+        network_of_it = network_of(host.pid)
         host.crash()
         assert started.communicate(timeout=WITHIN) == (b"", None)  # its end: both sleeps are gone
         assert started.returncode == -9
         wait_for(lambda: host._holder.poll() is not None)
-        assert not processes_of(network_of_it)
+        assert not processes_in(network_of_it)
 
 
 OWNER = """
@@ -156,12 +153,12 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
         elsewhere = {**os.environ, "TMPDIR": str(tmp_path)}
         owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, env=elsewhere)
         nodes = [int(word) for word in owner.stdout.readline().split()]
-        networks = [os.stat(f"/proc/{node}/ns/net").st_ino for node in nodes]
-        assert all(processes_of(inode) for inode in networks)
+        networks = [network_of(node) for node in nodes]
+        assert all(processes_in(inode) for inode in networks)
         owner.kill()
         owner.wait()
         owner.stdout.close()
-        wait_for(lambda: not any(processes_of(inode) for inode in networks))
+        wait_for(lambda: not any(processes_in(inode) for inode in networks))
         assert foreign in subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
     finally:
         subprocess.run(["ip", "netns", "delete", foreign], check=True)
@@ -175,18 +172,6 @@ def test_a_node_that_cannot_be_set_up_says_what_was_tried():
         host.set_up("ip link set nowhere up")
 
 
-def processes_of(inode):
-    """Processes in a network namespace."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.stat(process / "ns" / "net").st_ino == inode:
-                found.append(process.name)
-        except OSError:
-            continue
-    return found
-
-
 PLAIN = Link()
 
 
@@ -197,15 +182,6 @@ def crossing(*, sites=(0, 0, 0), near=PLAIN, far=PLAIN, room=10**9):
 def arrivals(wire, until=1e9):
     """Packets in the order in which they come out, with their times."""
     return [(packet, pytest.approx(due)) for due, _, packet in wire.leave(until)]
-
-
-def test_a_packet_takes_its_own_length_and_the_latency():
-    wire = crossing(near=Link(latency=0.5, seconds_per_byte=0.01))
-    wire.enter("a", size=100, source=0, target=1, now=10.0)
-    assert wire.next_time() == pytest.approx(11.5)
-    assert list(wire.leave(11.4)) == []
-    assert arrivals(wire, 11.6) == [("a", 11.5)]
-    assert wire.next_time() is None
 
 
 def test_two_senders_share_the_card_of_the_receiver():

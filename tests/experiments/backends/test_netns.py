@@ -20,7 +20,7 @@ from support.inside import (
     why_no_wire,
 )
 
-from .nodes import SLEEP, wait_for, work
+from .nodes import SLEEP, network_of, processes_in, wait_for, work
 
 WHY_NOT = what_is_missing() or why_no_wire()
 needs_root = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -49,18 +49,6 @@ def networks(process: int) -> set[int]:
     """Network namespaces of what a process has started, other than its own."""
     own = os.stat("/proc/self/ns/net").st_ino
     return {inode for below in descendants(process) if (inode := network_of(below)) not in (0, own)}
-
-
-def network_of(process: int) -> int:
-    try:
-        return os.stat(f"/proc/{process}/ns/net").st_ino
-    except OSError:
-        return 0
-
-
-def are_gone(inodes: set[int]) -> bool:
-    """Whether no process is left in any of these namespaces."""
-    return not any(network_of(int(path.name)) in inodes for path in Path("/proc").glob("[0-9]*"))
 
 
 @pytest.mark.thorough
@@ -141,7 +129,7 @@ def test_a_killed_owner_leaves_groups_that_the_next_run_removes_and_no_others(tm
         assert len(left) == 2
         process.kill()
         process.wait()
-        wait_for(lambda: are_gone(nodes))
+        wait_for(lambda: not any(map(processes_in, nodes)))
         assert backend().run(work(tmp_path / "next", LOOK), TWO).status == 0
         assert not any(group.exists() for group in left)
         assert foreign.exists()

@@ -163,7 +163,7 @@ def test_a_real_slurm_runs_and_cancels_and_tells_why_a_job_waits(
     said: list[str] = []
     backend = SlurmBackend(say=said.append)
     with one_host_cluster(2) as cluster:
-        monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+        monkeypatch.setenv("SLURM_CONF", str(cluster / "slurm.conf"))
 
         outcome = backend.run(work(fresh(tmp_path, "sum"), SUM, torch=True), TWO)
         assert (outcome.status, outcome.report) == (0, ""), said
@@ -186,7 +186,7 @@ def test_a_real_slurm_runs_and_cancels_and_tells_why_a_job_waits(
         assert [line for line in said if " has waited for " in line and line.endswith(": Resources")]
         asked = subprocess.run(["squeue", "-h"], check=True, capture_output=True, text=True)
         assert asked.stdout == ""
-    assert not cluster.folder.exists()
+    assert not cluster.exists()
 
 
 def fresh(folder: Path, name: str) -> Path:

@@ -1,7 +1,5 @@
 """What all blocks have, and the register that each goes into."""
 
-from __future__ import annotations
-
 import re
 
 import torch
@@ -11,7 +9,7 @@ D = 4  # width
 Y = 2 * D
 
 
-BLOCKS: dict[str, type[Block]] = {}  # by name: NoGrad is "no-grad"
+BLOCKS: dict[str, type["Block"]] = {}  # by name: NoGrad is "no-grad"
 
 
 class Block(nn.Module):

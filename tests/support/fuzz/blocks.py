@@ -1,7 +1,5 @@
 """Blocks [N, T, D] -> [N, T, D] of all kinds that user code comes in, each a module of its own."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A case's model, its loss and its batches."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -361,7 +359,7 @@ class Batch:
         names = dict(zip(("x", "y"), self.args, strict=False))
         return names | self.kwargs | ({} if self.target is None else {"target": self.target})
 
-    def part(self, choose: Callable[[Tensor], Tensor]) -> Batch:
+    def part(self, choose: Callable[[Tensor], Tensor]) -> "Batch":
         def chosen(value: Any) -> Any:
             if isinstance(value, dict):
                 return {key: chosen(one) for key, one in value.items()}
@@ -374,11 +372,11 @@ class Batch:
         size = next(iter(sized.values())) if isinstance(sized, dict) else sized
         return Batch(args=args, kwargs=kwargs, target=target, size=size.shape[0])
 
-    def cut(self, parts: int) -> list[Batch]:
+    def cut(self, parts: int) -> list["Batch"]:
         return [self.part(lambda tensor, k=k: torch.tensor_split(tensor, parts)[k]) for k in range(parts)]  # type: ignore[misc]
 
 
-def make_batch(case: Case, index: int, size: int, length: int) -> Batch:
+def make_batch(case: Case, index: int, size: int, length: int) -> "Batch":
     """The batch of a call, the same at every call."""
     kind = case.model
     draw = torch.Generator().manual_seed(1000 * case.seed + index)

@@ -1,7 +1,5 @@
 """The same calls on a PipelineModule: in one process, or as one rank of several."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random
@@ -15,7 +13,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from support.inside import chain
 from support.records import records
+from support.reference import make_scheduler, pipeline_optimizer
+from support.replay_cases import random_order
 
 from . import changes
 from .cases import Call, Case, Outcome
@@ -28,9 +29,7 @@ from .models import (
     make_loss,
     make_model,
 )
-from .optimizers import grouped, make_optimizer, make_scheduler
 from .plain import autocast, batches_of, evaluating, flatten, kept_generators
-from .random_order import random_schedule
 
 KEPT_BY_NAME = ("recompute", "max_grad_norm", "seed", "flush_first", "data_parallel", "verify")
 
@@ -59,10 +58,15 @@ class AcceptedError(AssertionError):
 
 def make_schedule(case: Case) -> Any:
     """A name where that says all."""
-    from stagewright.schedules import build
+    from stagewright.schedules import Op, build
 
     if case.schedule == "custom":
-        return random_schedule(case.P, case.V or 1, case.M, seed=case.seed)
+        draw, S = random.Random(case.seed), case.num_stages
+        places = [[s % case.P] for s in range(S)]
+        if draw.random() < 0.5:
+            draw.shuffle(places)
+        gradients = [[draw.choice((Op.B, Op.B, Op.I)) for _ in range(S)]] * case.M
+        return random_order(draw, places, chain(S), gradients, num_ranks=case.P)
     if not case.builder:
         return case.schedule
     chunks = {} if case.V is None else {"num_chunks": case.V}
@@ -70,7 +74,7 @@ def make_schedule(case: Case) -> Any:
 
 
 def make_pipeline(case: Case, model: nn.Module, loss: Any) -> Any:
-    from stagewright.pipe import PipelineModule, edit, named
+    from stagewright.pipe import PipelineModule, edit
 
     schedule = make_schedule(case)
     axes = {"pipe": case.P, "data": case.data, "tensor": case.tensor}
@@ -106,8 +110,8 @@ def make_pipeline(case: Case, model: nn.Module, loss: Any) -> Any:
             **what,
             **options,
             loss_fn=loss,
-            optimizer=named(grouped) if case.optimizer == "grouped" else make_optimizer(case.optimizer),
-            lr_scheduler=make_scheduler(case.option("lr_scheduler")),
+            optimizer=pipeline_optimizer(case.optimizer),
+            lr_scheduler=make_scheduler(case.option("lr_scheduler", False)),
             timeout=60.0,
         )
     )

@@ -1,7 +1,5 @@
 """What the code between blocks reads beside tensors, how that is read, and how a program changes it between steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

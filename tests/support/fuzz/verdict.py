@@ -1,7 +1,5 @@
 """What became of a case: equal, refused, wrong, error."""
 
-from __future__ import annotations
-
 import math
 import re
 import traceback
