@@ -90,7 +90,7 @@ def make_optimizers(
                 f"parameters (with their names: stagewright.named) and returns a torch.optim.Optimizer, or a list of "
                 f"them, such as lambda params: torch.optim.AdamW(params)"
             )
-        if required_arguments(type(optimizer).step):
+        if required_arguments(optimizer):
             raise ValueError(
                 f"optimizer {type(optimizer).__name__} evaluates the model again in its step (it needs a closure), and "
                 f"each stage steps on its own, after the last backward: expected one that steps from gradients alone, "
@@ -259,10 +259,12 @@ def _shown_option(key: str, value: object) -> str:
     return repr(value) if key != "params" and isinstance(value, Number | str | tuple | list | None) else ""
 
 
-def required_arguments(method: Callable[..., object]) -> list[str]:
-    """Names of the arguments, after `self`, that a method of a class cannot be called without."""
+def required_arguments(owner: Any) -> list[str]:
+    """Names of the arguments that the `step` of an object cannot be called without."""
     one_by_one = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    known = list(inspect.signature(method).parameters.values())[1:]
+    # Its class's, if it has one: a scheduler puts a function on the optimizer that seems to take `self`, too.
+    its_class = getattr(type(owner), "step", None)
+    known = list(inspect.signature(its_class or owner.step).parameters.values())[its_class is not None :]
     return [
         each.name
         for each in known

@@ -227,40 +227,45 @@ class Edits:
         put_back = _remember(self.model)
         found = [(each, self.find(each.pattern)) for each in self]
         self._shown, self._is_built = str(self), True
+        now = {module: module for module in self.model.modules()}  # what is where each was
         try:
             changed: list[tuple[Edit, str, nn.Module]] = []
             for each, modules in found:
-                for name in self._names_now(each, modules):
+                for name in self._names_now(each, modules, now):
                     module = self.model.get_submodule(name)
                     KINDS[each.word].apply(name, module, self.model, **each.given)
+                    if (made := self.model.get_submodule(name)) is not module:
+                        now.update({old: made for old, one in now.items() if one is module})
                     if each.word in ("keep_less", "compile"):
                         changed += [(each, name, x) for x in module.modules() if x is module or "forward" in vars(x)]
             present = set(self.model.modules())
             for each, name, part in changed:
                 if part not in present:
                     raise ValueError(f"{each}: a later replace takes {name!r} away: expected the replace first")
-            yield self._options(found)
+            yield self._options(found, now)
         except BaseException:
             put_back()
             self._is_built = False
             raise
 
-    def _options(self, meant: Sequence[tuple[Edit, Mapping[str, nn.Module]]]) -> dict[str, Any]:
+    def _options(
+        self, meant: Sequence[tuple[Edit, Mapping[str, nn.Module]]], now: Mapping[nn.Module, nn.Module]
+    ) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for each, modules in meant:
             make = KINDS[each.word].option
-            for name in self._names_now(each, modules) if make is not None else ():
+            for name in self._names_now(each, modules, now) if make is not None else ():
                 key, value = make(name, **each.given)  # type: ignore[misc]
                 found[key] = [*found.get(key, []), *value] if isinstance(value, list) else found.get(key, {}) | value
         return found
 
-    def _names_now(self, each: Edit, modules: Mapping[str, nn.Module]) -> list[str]:
-        """Names of an edit's modules, which other edits may have wrapped or replaced."""
+    def _names_now(self, each: Edit, modules: Mapping[str, nn.Module], now: Mapping[nn.Module, nn.Module]) -> list[str]:
+        """Names of an edit's modules, which other edits may have wrapped, replaced or moved into another."""
         names = {module: name for name, module in self._named()}
         below = [f".{inner}" for inner in each.given.get("plan", {})] or [""]
         found = []
         for name, module in modules.items():
-            places = name, names.get(module, name)
+            places = [names[one] for one in (now[module], module) if one in names] + [name]
             known = [at for at in places if {f"{at}{x}".strip(".") for x in below} <= {*names.values()}]
             if not known:
                 raise ValueError(f"{each}: {name!r} was removed by an earlier replace: expected only one of them")

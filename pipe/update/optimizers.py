@@ -228,7 +228,7 @@ class StageOptimizers:
                 with nullcontext() if feedback is None else feedback.around(optimizer, self.names, is_fresh=is_fresh):
                     optimizer.step()
             for scheduler in self.schedulers:
-                if not required_arguments(type(scheduler).step):
+                if not required_arguments(scheduler):
                     scheduler.step()
                 elif loss is not None:
                     scheduler.step(loss)  # type: ignore[arg-type]  # torch's type for ReduceLROnPlateau differs
@@ -294,7 +294,7 @@ def _scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> L
             f"lr_scheduler= returned {type(made).__name__}: expected a callable that takes an optimizer "
             f"and returns a scheduler, such as lambda optimizer: StepLR(optimizer, step_size=100)"
         )
-    needed = required_arguments(type(made).step)
+    needed = required_arguments(made)
     if len(needed) > 1:
         raise ValueError(
             f"the step of the scheduler {type(made).__name__} needs {', '.join(needed)}: expected one that takes "

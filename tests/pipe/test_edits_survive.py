@@ -3,7 +3,6 @@
 import copy
 import io
 import random
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -108,12 +107,12 @@ def test_edits_mean_the_modules_that_they_were_written_for() -> None:
         return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)))
 
     edits = edit(model())
-    edits["0"].replace(lambda old: nn.Sequential(OrderedDict(inner=old)))
+    edits["0"].replace(nn.Sequential)  # which has a child "0.0", too
     edits["0.[02]"].dtype("float64")
     shown = str(edits)
     built: Any = edits.build()
     assert str(edits) == shown
-    assert [name for name, module in built.named_modules() if module._forward_pre_hooks] == ["0.inner.0", "0.inner.2"]
+    assert [name for name, module in built.named_modules() if module._forward_pre_hooks] == ["0.0.0", "0.0.2"]
     lost = edit(model())
     lost["0"].keep_less("gelu")
     lost["0"].replace(lambda old: model()[0])

@@ -5,6 +5,7 @@ The replay of support/async_reference.py knows no stages: it makes the same opti
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -325,8 +326,10 @@ class NeedsTwo:
 
 
 def test_a_schedule_that_needs_more_than_the_loss_is_refused() -> None:
-    with pytest.raises(ValueError, match="the step of the scheduler NeedsTwo needs loss, accuracy: expected one that"):
-        make(lr_scheduler=lambda optimizer: NeedsTwo())
+    for each in (NeedsTwo(), SimpleNamespace(step=NeedsTwo().step)):
+        message = f"the step of the scheduler {type(each).__name__} needs loss, accuracy: expected one that"
+        with pytest.raises(ValueError, match=message):
+            make(lr_scheduler=lambda optimizer, each=each: each)
 
 
 def test_options_of_a_run_before_a_checkpoint_was_loaded_are_forgotten() -> None:
