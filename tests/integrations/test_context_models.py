@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import inside
+from support.parts import Parts
 from support.pool import Pool
 from torch import Tensor, nn
 
@@ -131,7 +132,6 @@ def _is_exact(gloo: Pool, config: str, schedule: str, kind: str, axis: str = "co
         assert max(differences) < 1e-10
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("config", "kind"), [("LlamaConfig", "packed"), ("MistralConfig", "padded"), ("MixtralConfig", "packed")]
@@ -140,7 +140,6 @@ def test_packed_documents_and_padding_are_exact_over_a_context_group(gloo: Pool,
     _is_exact(gloo, config, "1f1b", kind)
 
 
-@pytest.mark.gloo
 @pytest.mark.nightly
 @pytest.mark.parametrize("schedule", _SCHEDULES)
 @pytest.mark.parametrize("config", _MODELS)
@@ -148,13 +147,11 @@ def test_models_under_schedules_are_exact_over_a_context_group(gloo: Pool, confi
     _is_exact(gloo, config, schedule, "packed")
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_a_model_is_exact_over_an_expert_group(gloo: Pool) -> None:
     _is_exact(gloo, "MixtralConfig", "1f1b", "padded", "expert")
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_a_model_is_exact_over_a_context_group_of_expert_groups(gloo: Pool) -> None:
     _is_exact(gloo, "MixtralConfig", "1f1b", "packed", "both")
@@ -198,14 +195,12 @@ def _of_other_forms(config: str) -> float:
     return max(worst, abs(found - sum(loss.item() for loss in losses)))
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.parametrize("config", ["GptOssConfig", "Llama4TextConfig", "SwitchTransformersConfig"])
 def test_experts_of_other_forms_are_exact_over_an_expert_group(gloo: Pool, config: str) -> None:
     assert max(gloo.run(_of_other_forms, ranks=4, args=(config,))) < 1e-10
 
 
-@pytest.mark.gloo
 @pytest.mark.nightly
 @pytest.mark.parametrize("schedule", _SCHEDULES)
 @pytest.mark.parametrize("config", [name for name, options in _MODELS.items() if "num_experts" in options])
@@ -236,7 +231,6 @@ def _routed(config: str) -> float:
     return max(differences)
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.parametrize("config", ["MixtralConfig", "Qwen3MoeConfig"])
 def test_losses_of_routers_are_exact_over_an_expert_group(gloo: Pool, config: str) -> None:
@@ -279,7 +273,6 @@ def _own_loss() -> dict[str, float]:
     return found
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_a_models_own_loss_is_exact_over_a_context_group(gloo: Pool) -> None:
     """Shifted before the tokens are divided: each member would lose the label after its last token."""
@@ -287,12 +280,8 @@ def test_a_models_own_loss_is_exact_over_a_context_group(gloo: Pool) -> None:
         assert max(found.values()) < 1e-6, found  # transformers takes the cross entropy in float32
 
 
-class _Shifts(nn.Module):
+class _Shifts(Parts, embedding=lambda: nn.Embedding(64, 8), head=lambda: nn.Linear(8, 64)):
     """A model that shifts its labels, and takes none that are shifted already."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         logits = self.head(self.embedding(x))
@@ -317,7 +306,6 @@ def _losses_refused() -> None:
         pipe.forward_backward(input_ids=tokens, labels=tokens, position_ids=place)
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_own_losses_that_are_no_mean_over_tokens_are_refused(gloo: Pool) -> None:
     gloo.run(_losses_refused, ranks=2)

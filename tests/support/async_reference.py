@@ -115,28 +115,6 @@ class AsyncOutcome:
 Outcomes = AsyncOutcome | Sequence[AsyncOutcome]
 
 
-def assert_exact(
-    outcomes: Outcomes, expected: AsyncOutcome, *, tolerance: float = 0.0, loss_tolerance: float = 0.0
-) -> None:
-    """Asserts that the outcomes of all processes of one run together equal the reference's."""
-    outcomes = [outcomes] if isinstance(outcomes, AsyncOutcome) else outcomes
-    loss_tolerance = max(tolerance, loss_tolerance)
-    for rank, outcome in enumerate(outcomes):
-        assert not outcome.complaints, f"rank {rank}: {outcome.complaints}"
-        same(f"rank {rank}, loss of step", outcome.losses, expected.losses, loss_tolerance)
-        same(f"rank {rank}, eval loss", listed(outcome.evals), listed(expected.evals), max(loss_tolerance, 1e-12))
-        for norm in outcome.grad_norms:
-            nearest = min(expected.grad_norms, key=lambda known: abs(known - norm), default=float("inf"))
-            assert abs(norm - nearest) <= max(loss_tolerance, 1e-12), f"rank {rank}: gradient norm {norm}, {nearest=}"
-        same(f"rank {rank}, state", outcome.state, expected.state, tolerance)
-        unknown = outcome.optimizer_state.keys() - expected.optimizer_state.keys()
-        assert not unknown, f"rank {rank}: optimizer states {sorted(unknown)}"
-        of_rank = {key: expected.optimizer_state[key] for key in outcome.optimizer_state}
-        same(f"rank {rank}, optimizer state", outcome.optimizer_state, of_rank, tolerance)
-    missing = expected.optimizer_state.keys() - {name for outcome in outcomes for name in outcome.optimizer_state}
-    assert not missing, f"optimizer states of no rank: {sorted(missing)}"
-
-
 def make_model(case: AsyncCase) -> nn.Module:
     """The untrained model, the same at every call; stages that are given one by one as a `Chain`."""
     model = models.make_model(case.task, num_stages=case.num_stages, dtype=case.dtype)
@@ -412,5 +390,21 @@ def replay(case: AsyncCase) -> AsyncOutcome:
 
 
 def agree(outcomes: Outcomes, case: AsyncCase) -> None:
-    """`assert_exact` against the replay, with the tolerances of the case."""
-    assert_exact(outcomes, replay(case), tolerance=case.tolerance, loss_tolerance=case.loss_tolerance)
+    """Asserts that the outcomes of all processes of one run together equal the replay's, as exactly as the case is."""
+    outcomes = [outcomes] if isinstance(outcomes, AsyncOutcome) else outcomes
+    expected, tolerance = replay(case), case.tolerance
+    loss_tolerance = max(tolerance, case.loss_tolerance)
+    for rank, outcome in enumerate(outcomes):
+        assert not outcome.complaints, f"rank {rank}: {outcome.complaints}"
+        same(f"rank {rank}, loss of step", outcome.losses, expected.losses, loss_tolerance)
+        same(f"rank {rank}, eval loss", listed(outcome.evals), listed(expected.evals), max(loss_tolerance, 1e-12))
+        for norm in outcome.grad_norms:
+            nearest = min(expected.grad_norms, key=lambda known: abs(known - norm), default=float("inf"))
+            assert abs(norm - nearest) <= max(loss_tolerance, 1e-12), f"rank {rank}: gradient norm {norm}, {nearest=}"
+        same(f"rank {rank}, state", outcome.state, expected.state, tolerance)
+        unknown = outcome.optimizer_state.keys() - expected.optimizer_state.keys()
+        assert not unknown, f"rank {rank}: optimizer states {sorted(unknown)}"
+        of_rank = {key: expected.optimizer_state[key] for key in outcome.optimizer_state}
+        same(f"rank {rank}, optimizer state", outcome.optimizer_state, of_rank, tolerance)
+    missing = expected.optimizer_state.keys() - {name for outcome in outcomes for name in outcome.optimizer_state}
+    assert not missing, f"optimizer states of no rank: {sorted(missing)}"

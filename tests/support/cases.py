@@ -10,14 +10,13 @@ The reference and the pipeline follow one protocol:
 Gradients are cleared before and after each forward_backward. `losses` has one entry a training call.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from .alone import near
 from .models import TASKS
 
 GRADIENT_TOLERANCE = 1e-12
@@ -124,32 +123,11 @@ def agree(outcomes: Outcome | Sequence[Outcome], expected: Outcome, case: Case) 
         assert not one_sided, f"{name}: on one side only: {one_sided}"
 
 
-def difference(actual: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference; infinite where shapes, types or NaNs differ."""
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return float("inf")
-    if torch.equal(actual, expected):
-        return 0.0
-    gap = (actual.double() - expected.double()).abs().max().item()
-    return float("inf") if math.isnan(gap) else gap
-
-
 def same(what: str, actual: Mapping[Any, Any], expected: Mapping[Any, Any], tolerance: float) -> None:
     """Asserts that two mappings to tensors or numbers have the same keys, and values within `tolerance`."""
     one_sided = sorted(actual.keys() ^ expected.keys())
     assert not one_sided, f"{what}: on one side only: {one_sided}"
-    gaps = {key: _gap(actual[key], expected[key]) for key in expected}
-    bad = {key: gap for key, gap in gaps.items() if not gap <= tolerance}
-    worst = ", ".join(f"{key} by {bad[key]:.2e}" for key in sorted(bad, key=lambda key: -bad[key])[:4])
-    assert not bad, f"{what}: {len(bad)} of {len(gaps)} differ by more than {tolerance}: {worst}"
-
-
-def _gap(actual: Any, expected: Any) -> float:
-    if isinstance(expected, Tensor):
-        return difference(actual, expected)
-    if actual is None or expected is None:
-        return 0.0 if actual is expected else float("inf")
-    return abs(float(actual) - float(expected))
+    near(actual, expected, atol=tolerance, where=f"{what} ")
 
 
 def listed(values: Sequence[Any]) -> dict[int, Any]:

@@ -7,18 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stagewright import PipelineModule
+from support.parts import Parts
 
 WIDTH, NUMBER = 6, 4
 
 
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
-
+class Expert(Parts, up=lambda: nn.Linear(WIDTH, 8), down=lambda: nn.Linear(8, WIDTH)):
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x)))
-        return out
+        return self.down(F.gelu(self.up(x)))
 
 
 class Listed(nn.Module):

@@ -1,6 +1,6 @@
 """User code in a pipeline beside the same model in one plain process, float64, a few steps of SGD."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
-from support.alone import near
+from support.alone import near, train_alone
 from support.records import records
 
 WIDTH, MICROBATCHES, BATCH = 6, 4, 8
@@ -40,19 +40,13 @@ def nothing(model: Any, step: int) -> None:
 def plain(make: Make, between: Between = nothing) -> tuple[Any, list[float]]:
     """The model after STEPS steps, and the losses."""
     model = made(make)
-    optimizer, losses = sgd(model.parameters()), []
-    for step in range(STEPS):
-        between(model, step)
-        x, y = batch(step)
-        optimizer.zero_grad()
-        total = 0.0
-        for mine, target in zip(x.tensor_split(MICROBATCHES), y.tensor_split(MICROBATCHES), strict=True):
-            loss = F.mse_loss(model(mine.clone()), target) / MICROBATCHES
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        losses.append(total)
-    return model, losses
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for step in range(STEPS):
+            between(model, step)
+            yield batch(step)
+
+    return model, train_alone(model, batches(), lambda _: sgd(model.parameters()), parts=MICROBATCHES).losses
 
 
 def piped(make: Make, between: Between = nothing, **options: Any) -> tuple[Any, list[float]]:

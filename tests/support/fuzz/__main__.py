@@ -1,7 +1,5 @@
 """`python -m support.fuzz --cases 500 --first 0`: a table of what became of them, and a script for each fault."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

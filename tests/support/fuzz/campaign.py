@@ -1,7 +1,5 @@
 """Many cases, one after the other: counts of what became of them, and each fault as a script."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import time

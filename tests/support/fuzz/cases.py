@@ -1,7 +1,5 @@
 """A case: a model, how it is laid out as a pipeline, and the calls that are made. Its repr is Python that makes it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Any
 

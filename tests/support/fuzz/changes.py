@@ -1,7 +1,5 @@
 """What a program does to its model between steps, alike in one process and around a pipeline."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

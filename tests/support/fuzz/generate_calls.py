@@ -1,7 +1,5 @@
 """The calls of a case: training, and what a program does between steps."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

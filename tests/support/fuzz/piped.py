@@ -1,7 +1,5 @@
 """The same calls on a PipelineModule: in one process, or as one rank of several."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from support.records import records
+from support.reference import make_scheduler, pipeline_optimizer
 
 from . import changes
 from .cases import Call, Case, Outcome
@@ -28,7 +27,6 @@ from .models import (
     make_loss,
     make_model,
 )
-from .optimizers import grouped, make_optimizer, make_scheduler
 from .plain import autocast, batches_of, evaluating, flatten, kept_generators
 from .random_order import random_schedule
 
@@ -70,7 +68,7 @@ def make_schedule(case: Case) -> Any:
 
 
 def make_pipeline(case: Case, model: nn.Module, loss: Any) -> Any:
-    from stagewright.pipe import PipelineModule, edit, named
+    from stagewright.pipe import PipelineModule, edit
 
     schedule = make_schedule(case)
     axes = {"pipe": case.P, "data": case.data, "tensor": case.tensor}
@@ -106,8 +104,8 @@ def make_pipeline(case: Case, model: nn.Module, loss: Any) -> Any:
             **what,
             **options,
             loss_fn=loss,
-            optimizer=named(grouped) if case.optimizer == "grouped" else make_optimizer(case.optimizer),
-            lr_scheduler=make_scheduler(case.option("lr_scheduler")),
+            optimizer=pipeline_optimizer(case.optimizer),
+            lr_scheduler=make_scheduler(case.option("lr_scheduler", False)),
             timeout=60.0,
         )
     )
@@ -120,15 +118,11 @@ def _first_sizes(case: Case) -> tuple[int, int]:
     return case.M * case.data, 3
 
 
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
 def local(case: Case, batch: Batch) -> Batch:
     """The batch of this process's data replica; in one process the batch is shared out."""
     if not case.gloo or case.data == 1:
         return batch
-    return batch.cut(case.data)[_rank() // case.tensor % case.data]
+    return batch.cut(case.data)[torch.distributed.get_rank() // case.tensor % case.data]
 
 
 class Piped:

@@ -1,7 +1,5 @@
 """A case in one plain process: the whole model, a microbatch after the other, under the weights that the rule names."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Iterator, Sequence
@@ -13,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..async_reference import AsyncCase, Use, uses
-from ..reference import mix
+from ..reference import make_optimizers, make_scheduler, mix
 from . import changes
 from .cases import Call, Case, Outcome
 from .models import Batch, first_names, make_batch, make_loss, make_model, units
-from .optimizers import make_optimizers, make_scheduler
 
 
 def flatten(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -60,7 +57,7 @@ class Plain:
         self.loss = make_loss(case)
         names = {id(p): name for name, p in reversed(self.named())}
         self.optimizers = make_optimizers(case.optimizer, [(names[id(p)], p) for p in dict.fromkeys(self.parameters())])
-        scheduler = make_scheduler(case.option("lr_scheduler"))
+        scheduler = make_scheduler(case.option("lr_scheduler", False))
         self.schedulers = [] if scheduler is None else [scheduler(optimizer) for optimizer in self.optimizers]
         self.step = self.trained = 0  # batches that were seen, and that were trained on
         self.unit, self.microbatch = 0, 0

@@ -1,7 +1,5 @@
 """A random valid schedule: any placement of stages, any order that the data allow."""
 
-from __future__ import annotations
-
 import random
 
 from stagewright.schedules import Action, Op, Schedule

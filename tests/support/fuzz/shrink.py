@@ -1,7 +1,5 @@
 """A failing case, made smaller as long as it fails in the same way."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
