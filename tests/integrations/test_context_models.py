@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import inside
+from support.grids import nightly
 from support.parts import Parts
 from support.pool import Pool
 from torch import Tensor, nn
@@ -104,7 +105,7 @@ def _plainly(config: str, batches: list[dict[str, Tensor]], *, delay: int) -> tu
     return losses, versions[-1]
 
 
-def _piped(config: str, schedule: str, kind: str, axis: str = "context") -> tuple[float, float]:
+def _piped(config: str, schedule: str, kind: str, axis: str) -> tuple[float, float]:
     """Largest differences of a loss and of a weight from those of one process."""
     warnings.filterwarnings("ignore", message="the schedule splits the backward")  # experts give little to W
     batches = _batches(kind)
@@ -127,34 +128,27 @@ def _piped(config: str, schedule: str, kind: str, axis: str = "context") -> tupl
     return max(abs(one - other) for one, other in zip(found, losses, strict=True)), worst
 
 
-def _is_exact(gloo: Pool, config: str, schedule: str, kind: str, axis: str = "context") -> None:
-    for differences in gloo.run(_piped, ranks=4, args=(config, schedule, kind, axis)):
-        assert max(differences) < 1e-10
+_EXPERTS = [name for name, options in _MODELS.items() if "num_experts" in options]
+_CASES = [
+    ("LlamaConfig", "1f1b", "packed", "context"),
+    ("MistralConfig", "1f1b", "padded", "context"),
+    ("MixtralConfig", "1f1b", "packed", "context"),
+    ("MixtralConfig", "1f1b", "padded", "expert"),
+    ("MixtralConfig", "1f1b", "packed", "both"),  # a context group of expert groups
+]
+_AXES: dict[str, Any] = {"context": _MODELS, "expert": _EXPERTS}
+_MORE = [(name, how, "packed", axis) for axis, own in _AXES.items() for name in own for how in _SCHEDULES]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("config", "kind"), [("LlamaConfig", "packed"), ("MistralConfig", "padded"), ("MixtralConfig", "packed")]
+    ("config", "schedule", "kind", "axis"), [*_CASES, *(nightly(*case) for case in _MORE if case not in _CASES)]
 )
-def test_packed_documents_and_padding_are_exact_over_a_context_group(gloo: Pool, config: str, kind: str) -> None:
-    _is_exact(gloo, config, "1f1b", kind)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("schedule", _SCHEDULES)
-@pytest.mark.parametrize("config", _MODELS)
-def test_models_under_schedules_are_exact_over_a_context_group(gloo: Pool, config: str, schedule: str) -> None:
-    _is_exact(gloo, config, schedule, "packed")
-
-
-@pytest.mark.thorough
-def test_a_model_is_exact_over_an_expert_group(gloo: Pool) -> None:
-    _is_exact(gloo, "MixtralConfig", "1f1b", "padded", "expert")
-
-
-@pytest.mark.thorough
-def test_a_model_is_exact_over_a_context_group_of_expert_groups(gloo: Pool) -> None:
-    _is_exact(gloo, "MixtralConfig", "1f1b", "packed", "both")
+def test_models_are_exact_over_context_and_expert_groups(
+    gloo: Pool, config: str, schedule: str, kind: str, axis: str
+) -> None:
+    for differences in gloo.run(_piped, ranks=4, args=(config, schedule, kind, axis)):
+        assert max(differences) < 1e-10
 
 
 def _of_other_forms(config: str) -> float:
@@ -199,13 +193,6 @@ def _of_other_forms(config: str) -> float:
 @pytest.mark.parametrize("config", ["GptOssConfig", "Llama4TextConfig", "SwitchTransformersConfig"])
 def test_experts_of_other_forms_are_exact_over_an_expert_group(gloo: Pool, config: str) -> None:
     assert max(gloo.run(_of_other_forms, ranks=4, args=(config,))) < 1e-10
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("schedule", _SCHEDULES)
-@pytest.mark.parametrize("config", [name for name, options in _MODELS.items() if "num_experts" in options])
-def test_models_under_schedules_are_exact_over_an_expert_group(gloo: Pool, config: str, schedule: str) -> None:
-    _is_exact(gloo, config, schedule, "packed", "expert")
 
 
 def _routed(config: str) -> float:

@@ -136,14 +136,10 @@ def test_four_ranks_log_evaluate_and_save_as_one_process(four: Path, plain: Path
 
 
 @pytest.mark.thorough
-def test_members_of_a_context_group_divide_tokens(four: Path, plain: Path) -> None:
-    """With position_ids in the data, which a part cannot tell."""
-    assert_same(read(four / "context"), read(plain / "context"))
-
-
-@pytest.mark.thorough
-def test_data_replicas_read_their_own_share(four: Path, plain: Path) -> None:
-    assert_same(read(four / "replicas"), read(plain / "whole"))
+@pytest.mark.parametrize(("case", "alone"), [("context", "context"), ("replicas", "whole")])
+def test_members_of_groups_train_as_one_process(four: Path, plain: Path, case: str, alone: str) -> None:
+    """Of a context group with position_ids in the data, which a part cannot tell; replicas read a share each."""
+    assert_same(read(four / case), read(plain / alone))
 
 
 @pytest.mark.thorough

@@ -112,16 +112,6 @@ def test_waits_for_data_are_a_cause_of_their_own(tmp_path: Path, is_stream: bool
         assert measured.batch_seconds == pytest.approx(measured.makespan + measured.around)
 
 
-def test_windows_of_a_stream(tmp_path: Path) -> None:
-    pipe = stream()
-    with pipe.tracer(tmp_path, every=4) as tracer:
-        train(pipe, tracer, 8)
-        pipe.flush()
-    steps = read(tmp_path)
-    assert [step.number for step in steps] == [3, 7]
-    assert all(step.timeline.schedule.is_asynchronous and 0 < step.timeline.bubble < 1 for step in steps)
-
-
 def test_steps_far_apart_are_few() -> None:
     auto = [step for step in range(100_000) if is_traced(step, "auto")]
     assert auto[:10] == [3, 23, 43, 63, 83, 103, 123, 143, 163, 203]

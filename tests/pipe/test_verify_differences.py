@@ -260,21 +260,6 @@ def test_buffers_of_every_process_are_compared(gloo: Pool) -> None:
         assert "Expected PipelineModule(..., verify=True)" in without_a_copy
 
 
-def test_buffers_that_an_evaluation_moves_are_no_difference() -> None:
-    """verify evaluates, then trains; what the evaluation counts is gone before."""
-
-    class Counts(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(4, 4)
-            self.register_buffer("count", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.count += 1
-            return super().forward(x) * self.count.clone()
-
-    assert refused(nn.Sequential(Counts(), Counts())) == "nothing"
-
-
 def test_tolerance_is_that_of_the_shortest_type_computed_in() -> None:
     """Differences of norms that compute in float32, as Gemma's, in a float64 model; autocast."""
     x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
