@@ -215,6 +215,7 @@ def trained(
     settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "optimizer": sgd, "schedule": schedule}
     settings["loss_fn"] = loss_of(net) if loss_of else lambda output, target: F.mse_loss(output, target.add_(1))
     pipe = PipelineModule(net, verify=verify, **settings)
+    pipe.build(given.clone(), y.clone())  # evaluation, too, which is compared then
     losses = [pipe.train_step(given.clone(), y.clone()).loss for _ in range(3)]
     return net, [losses, pipe.full_state_dict(), torch.get_rng_state()]
 
