@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import inside
+from support.grids import nightly
+from support.parts import Parts
 from support.pool import Pool
 from torch import Tensor, nn
 
@@ -103,7 +105,7 @@ def _plainly(config: str, batches: list[dict[str, Tensor]], *, delay: int) -> tu
     return losses, versions[-1]
 
 
-def _piped(config: str, schedule: str, kind: str, axis: str = "context") -> tuple[float, float]:
+def _piped(config: str, schedule: str, kind: str, axis: str) -> tuple[float, float]:
     """Largest differences of a loss and of a weight from those of one process."""
     warnings.filterwarnings("ignore", message="the schedule splits the backward")  # experts give little to W
     batches = _batches(kind)
@@ -126,38 +128,27 @@ def _piped(config: str, schedule: str, kind: str, axis: str = "context") -> tupl
     return max(abs(one - other) for one, other in zip(found, losses, strict=True)), worst
 
 
-def _is_exact(gloo: Pool, config: str, schedule: str, kind: str, axis: str = "context") -> None:
-    for differences in gloo.run(_piped, ranks=4, args=(config, schedule, kind, axis)):
-        assert max(differences) < 1e-10
+_EXPERTS = [name for name, options in _MODELS.items() if "num_experts" in options]
+_CASES = [
+    ("LlamaConfig", "1f1b", "packed", "context"),
+    ("MistralConfig", "1f1b", "padded", "context"),
+    ("MixtralConfig", "1f1b", "packed", "context"),
+    ("MixtralConfig", "1f1b", "padded", "expert"),
+    ("MixtralConfig", "1f1b", "packed", "both"),  # a context group of expert groups
+]
+_AXES: dict[str, Any] = {"context": _MODELS, "expert": _EXPERTS}
+_MORE = [(name, how, "packed", axis) for axis, own in _AXES.items() for name in own for how in _SCHEDULES]
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("config", "kind"), [("LlamaConfig", "packed"), ("MistralConfig", "padded"), ("MixtralConfig", "packed")]
+    ("config", "schedule", "kind", "axis"), [*_CASES, *(nightly(*case) for case in _MORE if case not in _CASES)]
 )
-def test_packed_documents_and_padding_are_exact_over_a_context_group(gloo: Pool, config: str, kind: str) -> None:
-    _is_exact(gloo, config, "1f1b", kind)
-
-
-@pytest.mark.gloo
-@pytest.mark.nightly
-@pytest.mark.parametrize("schedule", _SCHEDULES)
-@pytest.mark.parametrize("config", _MODELS)
-def test_models_under_schedules_are_exact_over_a_context_group(gloo: Pool, config: str, schedule: str) -> None:
-    _is_exact(gloo, config, schedule, "packed")
-
-
-@pytest.mark.gloo
-@pytest.mark.thorough
-def test_a_model_is_exact_over_an_expert_group(gloo: Pool) -> None:
-    _is_exact(gloo, "MixtralConfig", "1f1b", "padded", "expert")
-
-
-@pytest.mark.gloo
-@pytest.mark.thorough
-def test_a_model_is_exact_over_a_context_group_of_expert_groups(gloo: Pool) -> None:
-    _is_exact(gloo, "MixtralConfig", "1f1b", "packed", "both")
+def test_models_are_exact_over_context_and_expert_groups(
+    gloo: Pool, config: str, schedule: str, kind: str, axis: str
+) -> None:
+    for differences in gloo.run(_piped, ranks=4, args=(config, schedule, kind, axis)):
+        assert max(differences) < 1e-10
 
 
 def _of_other_forms(config: str) -> float:
@@ -198,19 +189,10 @@ def _of_other_forms(config: str) -> float:
     return max(worst, abs(found - sum(loss.item() for loss in losses)))
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.parametrize("config", ["GptOssConfig", "Llama4TextConfig", "SwitchTransformersConfig"])
 def test_experts_of_other_forms_are_exact_over_an_expert_group(gloo: Pool, config: str) -> None:
     assert max(gloo.run(_of_other_forms, ranks=4, args=(config,))) < 1e-10
-
-
-@pytest.mark.gloo
-@pytest.mark.nightly
-@pytest.mark.parametrize("schedule", _SCHEDULES)
-@pytest.mark.parametrize("config", [name for name, options in _MODELS.items() if "num_experts" in options])
-def test_models_under_schedules_are_exact_over_an_expert_group(gloo: Pool, config: str, schedule: str) -> None:
-    _is_exact(gloo, config, schedule, "packed", "expert")
 
 
 def _routed(config: str) -> float:
@@ -236,7 +218,6 @@ def _routed(config: str) -> float:
     return max(differences)
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.parametrize("config", ["MixtralConfig", "Qwen3MoeConfig"])
 def test_losses_of_routers_are_exact_over_an_expert_group(gloo: Pool, config: str) -> None:
@@ -279,7 +260,6 @@ def _own_loss() -> dict[str, float]:
     return found
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_a_models_own_loss_is_exact_over_a_context_group(gloo: Pool) -> None:
     """Shifted before the tokens are divided: each member would lose the label after its last token."""
@@ -287,12 +267,8 @@ def test_a_models_own_loss_is_exact_over_a_context_group(gloo: Pool) -> None:
         assert max(found.values()) < 1e-6, found  # transformers takes the cross entropy in float32
 
 
-class _Shifts(nn.Module):
+class _Shifts(Parts, embedding=lambda: nn.Embedding(64, 8), head=lambda: nn.Linear(8, 64)):
     """A model that shifts its labels, and takes none that are shifted already."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         logits = self.head(self.embedding(x))
@@ -317,7 +293,6 @@ def _losses_refused() -> None:
         pipe.forward_backward(input_ids=tokens, labels=tokens, position_ids=place)
 
 
-@pytest.mark.gloo
 @pytest.mark.thorough
 def test_own_losses_that_are_no_mean_over_tokens_are_refused(gloo: Pool) -> None:
     gloo.run(_losses_refused, ranks=2)

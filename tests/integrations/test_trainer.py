@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.commands import run_forked
+from support.parts import Parts
 
 import stagewright
 from stagewright.partition import Plan, PlanStage
@@ -135,14 +136,10 @@ def test_four_ranks_log_evaluate_and_save_as_one_process(four: Path, plain: Path
 
 
 @pytest.mark.thorough
-def test_members_of_a_context_group_divide_tokens(four: Path, plain: Path) -> None:
-    """With position_ids in the data, which a part cannot tell."""
-    assert_same(read(four / "context"), read(plain / "context"))
-
-
-@pytest.mark.thorough
-def test_data_replicas_read_their_own_share(four: Path, plain: Path) -> None:
-    assert_same(read(four / "replicas"), read(plain / "whole"))
+@pytest.mark.parametrize(("case", "alone"), [("context", "context"), ("replicas", "whole")])
+def test_members_of_groups_train_as_one_process(four: Path, plain: Path, case: str, alone: str) -> None:
+    """Of a context group with position_ids in the data, which a part cannot tell; replicas read a share each."""
+    assert_same(read(four / case), read(plain / alone))
 
 
 @pytest.mark.thorough
@@ -223,32 +220,8 @@ def test_arguments_that_a_pipeline_cannot_follow_are_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.thorough
-def test_what_a_pipeline_would_not_call_is_refused(tmp_path: Path) -> None:
-    """Trained on another loss, or by an optimizer without its own options, without a word."""
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=9))
-    arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to="none")
-
-    class Weighted(stagewright.integrations.PipelineTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return 2 * super().compute_loss(*args, **kwargs)
-
-    class Logged(stagewright.integrations.PipelineTrainer):
-        def log(self, *args: Any, **kwargs: Any) -> None:
-            super().log(*args, **kwargs)
-
-    class Momentum(torch.optim.SGD):
-        pass
-
-    with pytest.raises(ValueError, match=r"Weighted.compute_loss would never be called.*: expected a model that"):
-        Weighted(model, arguments)
-    Logged(model, arguments)
-    own = Momentum(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"an optimizer of .*\.Momentum: expected one of torch.optim or transformers"):
-        stagewright.integrations.PipelineTrainer(model, arguments, optimizers=(own, None), train_dataset=[1]).train()
-
-
-@pytest.mark.thorough
 def test_steps_that_would_differ_without_a_word_are_refused(tmp_path: Path) -> None:
+    """Trained on another loss, or by an optimizer without its own options."""
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=9))
     arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to="none")
     made = stagewright.integrations.PipelineTrainer
@@ -262,6 +235,30 @@ def test_steps_that_would_differ_without_a_word_are_refused(tmp_path: Path) -> N
     class Sums(made):
         loss_is_scaled_for_ga = True
 
+    class Weighted(made):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    class Logged(made):
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            super().log(*args, **kwargs)
+
+    class Momentum(torch.optim.SGD):
+        pass
+
+    @dataclasses.dataclass
+    class Next(transformers.TrainingArguments):  # of another release
+        loss_spikes: str = "keep"
+
+    made(model, Next(tmp_path, use_cpu=True, report_to="none"))
+    with pytest.raises(ValueError, match=r"TrainingArguments\(loss_spikes='skip'\) with a pipeline: expected no such"):
+        made(model, Next(tmp_path, use_cpu=True, report_to="none", loss_spikes="skip"))
+    with pytest.raises(ValueError, match=r"Weighted.compute_loss would never be called.*: expected a model that"):
+        Weighted(model, arguments)
+    Logged(model, arguments)
+    own = Momentum(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"an optimizer of .*\.Momentum: expected one of torch.optim or transformers"):
+        made(model, arguments, optimizers=(own, None), train_dataset=[1]).train()
     with pytest.raises(ValueError, match=r"Norms.on_pre_optimizer_step would see no gradients.*: expected on_step_end"):
         made(model, arguments, callbacks=[Norms()])
     with pytest.raises(ValueError, match=r"Clips._clip_grad_norm would never be called.*max_grad_norm"):
@@ -289,14 +286,9 @@ def test_a_loss_that_a_number_of_items_does_not_divide_is_known_before_it_runs(t
     def is_divided(model: torch.nn.Module) -> bool:
         rows = torch.ones(2, 4, dtype=torch.int64)
         trainer = stagewright.integrations.PipelineTrainer(model, arguments)
-        divided: bool = trainer._is_divided({"input_ids": rows, "labels": rows})
-        return divided
+        return trainer._is_divided({"input_ids": rows, "labels": rows})
 
-    class Summed(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(()))
-
+    class Summed(Parts, weight=lambda: torch.nn.Parameter(torch.ones(()))):
         def forward(self, input_ids: Any, labels: Any, num_items_in_batch: Any = 1, **_: Any) -> Any:
             return {"loss": (input_ids * self.weight).sum() / num_items_in_batch}
 
@@ -313,20 +305,6 @@ def test_a_loss_that_a_number_of_items_does_not_divide_is_known_before_it_runs(t
     routed = Summed()
     routed.config = transformers.MixtralConfig(output_router_logits=True)  # type: ignore[assignment]
     assert not is_divided(routed)
-
-
-@pytest.mark.thorough
-def test_arguments_of_other_releases_are_refused_until_they_are_known(tmp_path: Path) -> None:
-    @dataclasses.dataclass
-    class Next(transformers.TrainingArguments):
-        loss_spikes: str = "keep"
-
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=9))
-    stagewright.integrations.PipelineTrainer(model, Next(tmp_path, use_cpu=True, report_to="none"))
-    with pytest.raises(ValueError, match=r"TrainingArguments\(loss_spikes='skip'\) with a pipeline: expected no such"):
-        stagewright.integrations.PipelineTrainer(
-            model, Next(tmp_path, use_cpu=True, report_to="none", loss_spikes="skip")
-        )
 
 
 def train_here(folder: Path, *, evaluates: bool = False, as_loaded: bool = False, dropout: float = 0.3) -> list[float]:

@@ -6,8 +6,6 @@ layer    0    1    2    3    4    5    6    7       chimera on 4 ranks: stage s 
          a                             a            a: tied, of the first and the last stage
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,9 +74,6 @@ def alone(num_replicas: int = 1) -> Trained:
     return Trained(*found, float(F.mse_loss(output, y)), output)  # type: ignore[arg-type]
 
 
-# --- in one process ---
-
-
 @pytest.mark.thorough(but=["chimera-4-1"])
 @pytest.mark.parametrize(
     ("schedule", "P", "M"), [("chimera", 4, 4), ("chimera", 2, 3), ("chimera", 4, 1), ("dualpipe", 4, 8)], ids=str
@@ -92,9 +87,6 @@ def test_both_ways_in_one_process(schedule: str, P: int, M: int) -> None:
     wanted = alone()
     near(Trained(losses, norms, pipe.full_state_dict(), evaluation.loss, evaluation.output), wanted)
     near(pipe.predict(x), wanted.output)  # in the batch's order, whichever way it came
-
-
-# --- over processes ---
 
 
 class Rank(NamedTuple):
@@ -180,14 +172,6 @@ def make_stages(num_stages: int) -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(num_stages)]).double()
 
 
-def family_batch(step: int, num_microbatches: int) -> tuple[Tensor, Tensor]:
-    """[B, T, D], one microbatch larger than the others."""
-    generator = torch.Generator().manual_seed(step)
-    shape = (num_microbatches + 1, 2 * RANKS, D)
-    x, y = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
-    return x, y
-
-
 class Noting(torch.optim.SGD):
     """Keeps gradients instead of using them."""
 
@@ -217,7 +201,8 @@ def test_every_family_runs(name: str) -> None:
         loss_fn=F.mse_loss,
         optimizer=lambda parameters: Noting(parameters, noted),
     )
-    batches = [family_batch(step, M) for step in range(BATCHES)]
+    shape = (M + 1, 2 * RANKS, D)  # [B, T, D], one microbatch larger than the others
+    batches = [torch.randn(2, *shape, dtype=torch.float64).unbind() for _ in range(BATCHES)]
     results = [pipe.train_step(*batch) for batch in batches]
     results += pipe.flush()
     evaluated = pipe.eval_step(*batches[0]).loss
@@ -242,27 +227,6 @@ def linear() -> nn.Module:
     return nn.Linear(SMALL_WIDTH, SMALL_WIDTH)
 
 
-def assert_trains(model: nn.Module, *, loss: Any, **options: Any) -> None:
-    """Three steps of these stages, whose losses and weights are those of the plain model."""
-    model = model.double()
-    plain, plain_loss = copy.deepcopy((model, loss))
-    trained = [*plain.parameters(), *(plain_loss.parameters() if isinstance(plain_loss, nn.Module) else [])]
-    optimizer, expected = sgd(trained), []
-    for _ in range(3):
-        optimizer.zero_grad()
-        value = plain_loss(plain(X), Y)
-        value.backward()
-        optimizer.step()
-        expected.append(value.item())
-    pipe = PipelineModule(**records(stages=list(model.children()), loss_fn=loss, optimizer=sgd, **options))
-    assert [pipe.train_step(X, Y).loss for _ in range(3)] == pytest.approx(expected, rel=1e-12)
-    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
-
-
-# --- stages as Megatron-LM lays them out ---
-
-
 class Head(Parts, linear=lambda: linear().double()):
     """A loss with parameters, alone on its stage."""
 
@@ -284,6 +248,17 @@ LAYOUTS: dict[str, tuple[Callable[[], Sequence[nn.Module]], Callable[[], Any]]] 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stages_without_layers(layout: str, schedule: str, num_ranks: int) -> None:
     make_stages, make_loss = LAYOUTS[layout]
-    stages = nn.Sequential(*make_stages())
-    options = {"schedule": schedule, "mesh": {"pipe": num_ranks}, "num_microbatches": 4}
-    assert_trains(stages, loss=make_loss(), **options)
+    model, loss = nn.Sequential(*make_stages()).double(), make_loss()
+    plain, plain_loss = copy.deepcopy((model, loss))
+    trained = [*plain.parameters(), *(plain_loss.parameters() if isinstance(plain_loss, nn.Module) else [])]
+    optimizer, losses = sgd(trained), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        value = plain_loss(plain(X), Y)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    options = {"schedule": schedule, "mesh": {"pipe": num_ranks}, "num_microbatches": 4, "loss_fn": loss}
+    pipe = PipelineModule(**records(stages=list(model.children()), optimizer=sgd, **options))
+    near([pipe.train_step(X, Y).loss for _ in range(3)], losses, rtol=1e-12, atol=0.0)
+    near(model.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-14)

@@ -1,7 +1,5 @@
 """Background work in the waits of a step: pieces that fit, once each, in order; and a step that knows nothing of it."""
 
-from __future__ import annotations
-
 import os
 import random
 import time
@@ -26,17 +24,10 @@ from stagewright.schedules import Message, MessageKind, build
 B3, F1 = Message(MessageKind.GRAD, 1, 0, 3), Message(MessageKind.ACT, 1, 0, 1)
 
 
-class Clock:
-    """A clock that pieces and waits move."""
-
-    def __init__(self) -> None:
-        self.at = 0.0
-
-
 class Late(Transport):
     """A transport whose next message comes at `due`, seen or not."""
 
-    def __init__(self, rank: int, clock: Clock) -> None:
+    def __init__(self, rank: int, clock: SimpleNamespace) -> None:
         super().__init__(rank)
         self.clock = clock
         self.due, self.late, self.is_seen = 0.0, 0.0, False
@@ -63,7 +54,7 @@ class Hand:
     """Two ranks of one process whose waits are filled."""
 
     def __init__(self) -> None:
-        self.clock, self.done = Clock(), list[int]()
+        self.clock, self.done = SimpleNamespace(at=0.0), list[int]()  # a clock that pieces and waits move
         self.inner = [Late(rank, self.clock) for rank in range(2)]
         nobody: Any = None
         ranks = [LocalRank(worker=nobody, transport=inner, recorder=nobody) for inner in self.inner]
@@ -290,9 +281,6 @@ def test_what_a_generator_yields_is_looked_at() -> None:
     work = pipe.fill(iter([3]), name="mine")  # type: ignore[list-item]
     with pytest.raises(RuntimeError, match="'mine' failed: TypeError: expected a callable without arguments, found 3"):
         work.finish()
-
-
-# --- over processes ---
 
 
 def filled_run(filled: bool) -> tuple[Any, ...]:

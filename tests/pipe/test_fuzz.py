@@ -6,15 +6,13 @@ A failure prints a script that shows it again, made as small as it gets. More, o
     FUZZ_CASES=5000 make nightly ARGS="-k fuzz"
 """
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any
 
 import pytest
 from support.fuzz.blocks import BLOCKS
-from support.fuzz.campaign import Report, campaign, checked
+from support.fuzz.campaign import campaign, checked
 from support.fuzz.cases import Case, Model
 from support.fuzz.changes import ON_BLOCKS
 from support.fuzz.generate import generate
@@ -75,25 +73,18 @@ def test_code_of_every_kind_around_modules(style: str, order: str) -> None:
     assert verdict.kind == "equal", f"{verdict.what}\n{verdict.text}"
 
 
-def _faultless(report: Report) -> None:
+@pytest.mark.nightly
+@pytest.mark.timeout(14400)
+@pytest.mark.parametrize(
+    ("chunk", "gloo"),
+    [*((at, False) for at in range(CHUNKS)), *(pytest.param(at, True, marks=pytest.mark.gloo) for at in range(2))],
+)
+def test_cases(chunk: int, gloo: bool) -> None:
+    numbers = range(FIRST + chunk, FIRST + CASES // 5, 2) if gloo else range(FIRST + chunk, FIRST + CASES, CHUNKS)
+    report = campaign(numbers, gloo=gloo)
     assert not report.faults, report.table() + "\n\n" + "\n".join(report.scripts)
     assert report.counts["no case"] == 0, report.table()
     assert report.counts["equal"] > 0.6 * sum(report.counts.values()), report.table()
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(14400)
-@pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_cases_in_process(chunk: int) -> None:
-    _faultless(campaign(range(FIRST + chunk, FIRST + CASES, CHUNKS)))
-
-
-@pytest.mark.nightly
-@pytest.mark.gloo
-@pytest.mark.timeout(14400)
-@pytest.mark.parametrize("chunk", range(2))
-def test_cases_over_gloo(chunk: int) -> None:
-    _faultless(campaign(range(FIRST + chunk, FIRST + CASES // 5, 2), gloo=True))
 
 
 BLOCKS_OF_ALL = ("linear", "dropout", "norm", "mlp", "linear")

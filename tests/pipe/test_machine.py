@@ -3,8 +3,6 @@
 Each case of the latter is a process in which the modules of one feature cannot be imported: all but the feature runs.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections import Counter
@@ -103,19 +101,16 @@ def run_all(lowered: Lowered, *, seed: int) -> list[list[Action]]:
     return done
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped-bfs"])
+SKIPS = [Edge(0, 1, True), Edge(0, 3, True), Edge(1, 2, True), Edge(2, 3, False), Edge(1, 3, True)]
+ORDERS = {name: build(name, num_ranks=3, num_microbatches=5) for name in ("gpipe", "1f1b", "interleaved", "looped-bfs")}
+ORDERS["skips"] = build("1f1b", num_ranks=4, num_microbatches=6).with_edges(SKIPS)
+
+
+@pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_arrival_gives_the_program(name: str, seed: int) -> None:
-    schedule = build(name, num_ranks=3, num_microbatches=5)
-    done = run_all(lower(schedule, sharing=Sharing(loss=True)), seed=seed)
-    assert [tuple(actions) for actions in done] == list(schedule.programs)
-
-
-def test_with_skips_over_several_stages() -> None:
-    edges = [Edge(0, 1, True), Edge(0, 3, True), Edge(1, 2, True), Edge(2, 3, False), Edge(1, 3, True)]
-    schedule = build("1f1b", num_ranks=4, num_microbatches=6).with_edges(edges)
-    done = run_all(lower(schedule, sharing=Sharing(loss=True)), seed=7)
-    assert [tuple(actions) for actions in done] == list(schedule.programs)
+    done = run_all(lower(ORDERS[name], sharing=Sharing(loss=True)), seed=seed)
+    assert [tuple(actions) for actions in done] == list(ORDERS[name].programs)
 
 
 def test_a_standstill_in_one_process_names_who_waits_for_what(monkeypatch: pytest.MonkeyPatch) -> None:

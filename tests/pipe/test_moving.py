@@ -1,7 +1,5 @@
 """Activations that leave their rank while they wait: results to the last bit, and memory that really goes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 
@@ -34,13 +32,6 @@ def moved(schedule: str, num_ranks: int, num_chunks: int | None = None) -> Sched
     return with_random_moves(Random(schedule), plain, share=0.9)
 
 
-def layout_of(schedule: Schedule, folder: Path, recompute: str | tuple[str, ...] = "none") -> Layout:
-    path = folder / "schedule.json"
-    path.write_text(schedule.to_json())
-    chunks = schedule.num_stages // schedule.num_ranks
-    return Layout(schedule=str(path), num_ranks=schedule.num_ranks, num_chunks=chunks, recompute=recompute)
-
-
 CASES = [
     ("mlp", moved("1f1b", 3), "none"),
     ("gpt", moved("interleaved", 2, 2), "layer"),
@@ -54,12 +45,11 @@ CASES = [
 @pytest.mark.thorough(but=["mlp-schedule0-none", "unet-schedule2-full"])
 @pytest.mark.parametrize(("task", "schedule", "recompute"), CASES)
 def test_results_equal_the_reference(task: str, schedule: Schedule, recompute: str, tmp_path: Path) -> None:
-    layout = layout_of(schedule, tmp_path, recompute)
+    path, chunks = tmp_path / "schedule.json", schedule.num_stages // schedule.num_ranks
+    path.write_text(schedule.to_json())
+    layout = Layout(schedule=str(path), num_ranks=schedule.num_ranks, num_chunks=chunks, recompute=recompute)
     case = make_case(task, layout, 5)
     agree(run(case, layout), reference(case), case)
-
-
-# --- memory ---
 
 
 def block() -> nn.Module:

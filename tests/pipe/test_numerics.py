@@ -7,19 +7,15 @@
 The protocol that every case runs is at the head of support/cases.py; it also watches the global random state.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
-import torch
 from support.cases import Case, Layout, agree
 from support.matrix import MICROBATCHES, all_layouts, cover, make_case, sample
 from support.models import make_batch
 from support.pipeline import make_pipeline, run
 from support.pool import Pool
-from support.reference import copied, reference, reference_model
-from torch import Tensor
+from support.reference import reference, reference_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:the schedule splits the backward of stage")
 
@@ -29,9 +25,6 @@ LAYOUTS = all_layouts(ranks=RANKS)
 
 def check(case: Case, layout: Layout) -> None:
     agree(run(case, layout), reference(case), case)
-
-
-# --- the matrix ---
 
 
 @pytest.mark.thorough(but=["1f1b-P2-M2"])
@@ -149,27 +142,6 @@ def test_every_model_under_every_schedule_gloo(gloo: Pool, case: Case, layout: L
 
 
 # --- what only several processes can show ---
-
-
-def load_twice(case: Case, layout: Layout, state: dict[str, Tensor]) -> bool:
-    """Loads a full, then a local state dict; whether the weights are those of `state` after each."""
-    pipe = make_pipeline(case, layout, reference_model(case))
-    inputs, target = make_batch(case.task, index=0, size=case.batch_sizes[0])
-    pipe.load_state_dict(state)
-    local = copied(pipe.state_dict())
-    first = all(torch.equal(tensor, state[name]) for name, tensor in pipe.full_state_dict().items())
-    pipe.train_step(*inputs, target)
-    pipe.load_state_dict(local)
-    second = all(torch.equal(tensor, state[name]) for name, tensor in pipe.full_state_dict().items())
-    pipe.close()
-    return first and second
-
-
-@pytest.mark.thorough
-def test_state_dicts_load_whole_and_by_rank(gloo: Pool) -> None:
-    layout = Layout(num_ranks=2)
-    case = make_case("tied-gpt", layout, 4)
-    assert gloo.run(load_twice, ranks=2, args=(case, layout, reference(case).state)) == [True, True]
 
 
 def train_as_torchrun_does(case: Case, layout: Layout) -> tuple[int, int, float]:

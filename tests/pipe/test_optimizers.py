@@ -3,8 +3,6 @@
 The replay of support/async_reference.py knows no stages: it makes the same optimizers once, of all named parameters.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +32,6 @@ def check(**options: Any) -> None:
     agree(run(case), case)
 
 
-# --- groups by name, several optimizers ---
-
-
 @pytest.mark.thorough(but=["1f1b-('rates-by-name', 'conv-norm')"])
 @pytest.mark.parametrize(
     ("rule", "optimizer_and_task"), one_in(2, RULES, [("rates-by-name", "conv-norm"), ("muon", "mlp")])
@@ -64,9 +59,6 @@ def test_groups_with(schedule: str, options: dict[str, Any]) -> None:
     check(schedule=schedule, optimizer="rates-by-name", **options)
 
 
-# --- schedules ---
-
-
 @pytest.mark.thorough(
     but=[
         "1f1b-('plateau', 'momentum')",
@@ -86,9 +78,6 @@ def test_schedules(rule: dict[str, Any], decay_and_optimizer: tuple[str, str]) -
     """Those of one cycle change momentum and betas, too; a plateau takes the batch's loss."""
     decay, optimizer = decay_and_optimizer
     check(task="mlp", optimizer=optimizer, decay=decay, **rule)
-
-
-# --- what nobody trains ---
 
 
 @pytest.mark.parametrize("begin", [make, stream])
@@ -142,9 +131,6 @@ def test_a_frozen_stage_calls_no_factory() -> None:
 
     make(model=model, optimizer=stagewright.named(factory)).train_step(X, Y)
     assert called == [["3.weight", "3.bias", "4.weight", "4.bias", "5.weight", "5.bias"]]
-
-
-# --- what is refused ---
 
 
 class NeedsLoss(torch.optim.SGD):
@@ -220,6 +206,9 @@ def test_a_statistic_over_all_parameters_is_refused(begin: Any, joins: str) -> N
     with pytest.raises(ValueError, match=r"the step of optimizer Joined computes .* several parameters.* or one stage"):
         pipe.train_step(X, Y)
     make(optimizer=lambda ps: Joined(ps, JOINS[joins]), mesh={"pipe": 1}).train_step(X, Y)
+    of_one_each = nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(2)])
+    with pytest.raises(ValueError, match="the step of optimizer Joined computes something"):
+        make(model=of_one_each, optimizer=lambda ps: Joined(ps, JOINS["clip"])).train_step(X, Y)
 
 
 def test_a_hook_that_clips_each_stage_by_itself_is_refused() -> None:
@@ -230,12 +219,6 @@ def test_a_hook_that_clips_each_stage_by_itself_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"a hook before the step of optimizer AdamW .* Expected max_grad_norm= or"):
         make(optimizer=clipping).train_step(X, Y)
-
-
-def test_a_statistic_over_several_stages_of_one_parameter_is_refused() -> None:
-    model = nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(2)])
-    with pytest.raises(ValueError, match="the step of optimizer Joined computes something"):
-        make(model=model, optimizer=lambda ps: Joined(ps, JOINS["clip"])).train_step(X, Y)
 
 
 BY_POSITION: dict[str, Any] = {
@@ -368,9 +351,6 @@ def test_rates_that_differ_between_copies_of_a_stream_are_refused(gloo: Pool) ->
     assert _change_a_rate([1]).startswith(MESSAGE)
     assert gloo.run(_change_a_rate, ranks=3, args=([0, 1],)) == [""] * 3
     assert all(MESSAGE in answer for answer in gloo.run(_change_a_rate, ranks=3, args=([0],)))
-
-
-# --- float16 ---
 
 
 def test_float16_is_refused_by_name_without_a_loss_scale() -> None:

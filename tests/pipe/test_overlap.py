@@ -1,7 +1,5 @@
 """Forwards and backwards that run together over an expert group: exact, in one order, and exchanges are measured."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time
@@ -26,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from stagewright import Mesh, PipelineModule
-from stagewright.schedules import Action, Collective, Op, build, with_overlap
+from stagewright.schedules import Collective, Op, build, with_overlap
 
 
 def _schedule(name: str) -> Any:
@@ -67,8 +65,7 @@ class _Failing(Parts, one=Listed, other=Stacked, where=GIVEN):
     """After some microbatches one process's fails between two exchanges."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.other(_Fails.apply(self.one(x), self.where))  # type: ignore[no-untyped-call]
-        return out
+        return self.other(_Fails.apply(self.one(x), self.where))  # type: ignore[no-untyped-call]
 
 
 def _layers(kind: str) -> list[nn.Module]:
@@ -165,7 +162,8 @@ def test_one_exchanges_while_the_other_computes_and_the_timeline_shows_it(gloo: 
     together = timeline.schedule.together  # of both replicas
     for rank, trace in enumerate(timeline.ranks):
         spans = {span.what: span for span in trace.compute}
-        of = {action: [each for each in trace.exchanges if each.what == _exchange(action)] for action in spans}
+        exchange = {action: Collective((action.stage,), Op.EXCHANGE, action.index) for action in spans}
+        of = {action: [each for each in trace.exchanges if each.what == exchange[action]] for action in spans}
         pairs = [(forward, backward) for forward, backward in together.items() if forward in spans]
         assert pairs, rank
         for forward, backward in pairs:
@@ -175,10 +173,6 @@ def test_one_exchanges_while_the_other_computes_and_the_timeline_shows_it(gloo: 
             # The backward's first exchange begins before the forward's first one is waited for, and so on.
             assert within[0].start < of[forward][0].end
             assert of[forward][1].start < within[0].end
-
-
-def _exchange(action: Action) -> Collective:
-    return Collective((action.stage,), Op.EXCHANGE, action.index)
 
 
 def _fails(at: str) -> str:
@@ -286,12 +280,12 @@ def test_a_forward_that_fails_ends_the_backward(at: int) -> None:
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_backward_that_fails_is_heard_where_it_runs(at: int) -> None:
     wire = _Wire()
-    if at == 2:
-        wire.exchanges.forward(wire.steps("f", 2), _failing(wire, "b", at))
+    calls = [partial(wire.exchanges.forward, wire.steps("f", 2), _failing(wire, "b", at))]
+    calls += [wire.exchanges.rest_of_backward] * (at == 2)
+    for call in calls[:-1]:
+        call()
     with pytest.raises(ValueError, match="b fails"):
-        wire.exchanges.rest_of_backward() if at == 2 else wire.exchanges.forward(
-            wire.steps("f", 2), _failing(wire, "b", at)
-        )
+        calls[-1]()
     wire.exchanges.forward(wire.steps("f", 1), wire.steps("b", 1))
     wire.exchanges.rest_of_backward()
 

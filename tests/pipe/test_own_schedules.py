@@ -3,8 +3,6 @@
 Several forwards a backward; a first stage that all ranks share; a script moved over with few changed lines.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import weakref
@@ -16,6 +14,7 @@ import pytest
 import torch
 from support.alone import near
 from support.inside import B, Constraints, F, I, SoFar, U, W, in_flight, in_order
+from support.parts import Parts
 from support.plain import MICROBATCHES, agree, batch, linear, made, piped, sgd
 from support.records import records
 from support.reference import gradients
@@ -36,13 +35,12 @@ from stagewright.schedules import Action, Costs, Schedule, ScheduleError, check,
 M = MICROBATCHES
 
 
-class Recycled(nn.Module):
-    """Two blocks that run `passes` times, under no gradient all but the last, as AlphaFold's recycling does."""
+def two_blocks() -> nn.ModuleList:
+    return nn.ModuleList([nn.Sequential(linear(), nn.Tanh()) for _ in range(2)])
 
-    def __init__(self, passes: int = 3, *, recorded: bool = False) -> None:
-        super().__init__()
-        self.passes, self.recorded = passes, recorded
-        self.blocks = nn.ModuleList([nn.Sequential(linear(), nn.Tanh()) for _ in range(2)])
+
+class Recycled(Parts, passes=3, recorded=False, blocks=two_blocks):
+    """Two blocks that run `passes` times, under no gradient all but the last, as AlphaFold's recycling does."""
 
     def forward(self, x: Tensor) -> Tensor:
         start = x
@@ -114,7 +112,7 @@ def test_3f1b_is_simulated_with_what_its_stages_hold() -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_3f1b_trains_as_one_process_does(passes: int, placement: Any, split: bool, recompute: str) -> None:
     schedule = recycling(passes, placement, split=split)
-    agree(lambda: Recycled(passes), schedule=schedule, cut=None, mesh=None, recompute=recompute)
+    agree(lambda: Recycled(passes=passes), schedule=schedule, cut=None, mesh=None, recompute=recompute)
 
 
 def test_stages_without_backward_keep_nothing() -> None:

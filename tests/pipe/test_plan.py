@@ -2,8 +2,6 @@
 own for each batch of unequal microbatches: against one process in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,17 +41,13 @@ class Towers(Parts, left=tower, right=tower, head=lambda: nn.Linear(2 * WIDTH, W
     """Two towers side by side and a head: a graph, not a chain."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(torch.cat([self.left(x), self.right(x)], dim=1))
-        return out
-
-
-def make_chain() -> nn.Module:
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
+        return self.head(torch.cat([self.left(x), self.right(x)], dim=1))
 
 
 def made(kind: str = "chain") -> nn.Module:
     torch.manual_seed(1)
-    return {"chain": make_chain, "towers": Towers}[kind]().double()
+    chain = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
+    return (Towers() if kind == "towers" else chain).double()
 
 
 X, Y = batch(0, WIDTH, samples=11)
@@ -374,7 +368,5 @@ def test_batches_that_do_not_go_together() -> None:
         with pytest.raises(ValueError, match=r"with a first batch that is not cut: expected train_step\(microbatches"):
             pipe.train_step(torch.zeros(4, 4, dtype=torch.long), torch.zeros(4, 4, dtype=torch.long))
         pipe.train_step(microbatches=BATCHES[0])
-        with pytest.raises(ValueError, match="a batch of 3 microbatches for a schedule of 4"):
-            pipe.train_step(microbatches=BATCHES[0][:3])
         pipe.train_step(torch.zeros(6, 4, dtype=torch.long), torch.zeros(6, 4, dtype=torch.long))  # cut as ever
         pipe.close()

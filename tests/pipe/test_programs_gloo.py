@@ -1,7 +1,5 @@
 """Processes whose strings hash differently go through a set in other orders, and compute what one process computes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -72,77 +70,33 @@ def rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
-def gemma() -> nn.Module:
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    layers = ["sliding_attention", "full_attention"] * 2
-    config = Gemma3TextConfig(
-        vocab_size=50, num_hidden_layers=4, head_dim=8, sliding_window=4, layer_types=layers, use_cache=False, **sizes
-    )
-    return Gemma3ForCausalLM(config)
-
-
-def modern_bert() -> nn.Module:
-    from transformers import ModernBertConfig, ModernBertForMaskedLM
-
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 4}
-    return ModernBertForMaskedLM(
-        ModernBertConfig(vocab_size=50, global_attn_every_n_layers=2, local_attention=4, **tokens, **sizes)
-    )
-
-
-MAKE = {"kinds": Kinds, "gemma": gemma, "modern-bert": modern_bert}
-
-
-def batch(what: str, step: int) -> tuple[Tensor, Tensor]:
+def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    if what == "kinds":
-        return torch.randn(8, WIDTH, dtype=torch.float64, generator=generator), torch.ones(8, WIDTH).double()
-    tokens = torch.randint(3, 50, (4, 8 + step % 2), generator=generator)  # other lengths are recorded anew
-    return tokens, tokens.roll(-1, 1)
+    return torch.randn(8, WIDTH, dtype=torch.float64, generator=generator), torch.ones(8, WIDTH).double()
 
 
-def loss_of(output: Any, target: Tensor) -> Tensor:
-    if target.is_floating_point():
-        return F.mse_loss(output, target)
-    return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
-
-
-def trained(what: str, mesh: dict[str, int] | None = None) -> tuple[list[str], list[float | None], dict[str, Tensor]]:
+def trained(mesh: dict[str, int] | None = None) -> tuple[list[str], list[float | None], dict[str, Tensor]]:
     """The order of a set here, the losses, and the weights after three steps."""
     torch.manual_seed(0)
-    model = MAKE[what]().double()
-    pipe = PipelineModule(
-        model, schedule="1f1b", num_microbatches=2, loss_fn=loss_of, optimizer=sgd, mesh=mesh, timeout=100.0
-    )
-    losses = [pipe.train_step(*batch(what, step)).loss for step in range(3)]
-    losses.append(pipe.eval_step(*batch(what, 3)).loss)
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "optimizer": sgd, "mesh": mesh, "timeout": 100.0}
+    pipe = PipelineModule(Kinds().double(), schedule="1f1b", num_microbatches=2, **options)
+    losses = [pipe.train_step(*batch(step)).loss for step in range(3)]
+    losses.append(pipe.eval_step(*batch(3)).loss)
     state = pipe.full_state_dict()
     pipe.close()
     return list(KINDS), losses, {name: value.clone() for name, value in state.items()}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("what", ["kinds", nightly("gemma"), nightly("modern-bert")])
-def test_ranks_with_sets_in_other_orders(gloo: Pool, what: str) -> None:
-    if what != "kinds":
-        pytest.importorskip("transformers")
-    _, losses, state = trained(what)
-    (one_order, *one), (other_order, *other) = gloo.run(trained, ranks=2, args=(what,))
+@pytest.mark.parametrize("mesh", [None, {"pipe": 1, "data": 2}], ids=["ranks", "replicas"])
+def test_processes_with_sets_in_other_orders(gloo: Pool, mesh: dict[str, int] | None) -> None:
+    """Sums of gradients and gathered weights go by name; both replicas pass the same batch."""
+    _, losses, state = trained()
+    (one_order, *one), (other_order, *other) = gloo.run(trained, ranks=2, args=(mesh,))
     assert one_order != other_order
     for its_losses, its_state in (one, other):
         near([its_losses, its_state], [losses, state], rtol=1e-10)
         assert its_state.keys() == state.keys()
-
-
-@pytest.mark.thorough
-def test_replicas_whose_tensors_stand_in_other_orders(gloo: Pool) -> None:
-    """Sums of gradients and gathered weights go by name; both replicas pass the same batch."""
-    _, losses, state = trained("kinds")
-    for _, *its in gloo.run(trained, ranks=2, args=("kinds", {"pipe": 1, "data": 2})):
-        near(its, [losses, state], rtol=1e-10)
 
 
 def told_of(kind: Callable[[], nn.Module]) -> str:

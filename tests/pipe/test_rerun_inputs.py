@@ -1,7 +1,5 @@
 """recompute= of modules that change memory in place, how often the user's code runs, and what is refused; float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -129,19 +127,12 @@ def test_kept_results_equal_one_process(make: Callable[[], Any], recompute: Any,
     equals_one_process(make, recompute, schedule=schedule, atol=1e-14)
 
 
-# --- inputs ---
-
-
-class OfStage(nn.Linear):
+class OfStage(Parts, alias=GIVEN, linear=lambda: nn.Linear(D, D)):
     """Changes its input, and no version tells."""
-
-    def __init__(self, alias: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(D, D)
-        self.alias = alias
 
     def forward(self, x: Tensor) -> Tensor:
         self.alias(x).mul_(1.5)
-        return super().forward(x).sin()
+        return self.linear(x).sin()
 
 
 @pytest.mark.thorough(but=["unsafe_chunk"])
@@ -210,14 +201,10 @@ class Drops(Parts, linear=lambda: nn.Linear(D, D)):
         return F.dropout(h.sin())
 
 
-def kept_mask(context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
-    return operator is torch.ops.aten.bernoulli.default
-
-
 def test_a_policy_may_keep_what_was_drawn() -> None:
     """Numbers drawn after it are those of the first run."""
     gradients = []
-    for recompute in ("none", kept_mask):
+    for recompute in ("none", lambda _, operator, *args, **kwargs: operator is torch.ops.aten.bernoulli.default):
         model = made(lambda: nn.Sequential(Drops(), Drops()))
         pipeline(model, recompute).forward_backward(X, Y)
         gradients.append([p.grad for p in model.parameters()])
@@ -227,19 +214,19 @@ def test_a_policy_may_keep_what_was_drawn() -> None:
 # --- changes in place that only later forwards make ---
 
 
-class ChangesLater(Parts, what=GIVEN, seen=0, linear=lambda: nn.Linear(D, D)):
-    """From the third real forward on it changes its input, or the result of its product."""
+class ChangesLater(Parts, seen=0, linear=lambda: nn.Linear(D, D)):
+    """From the third real forward on it changes its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += type(x) is Tensor and torch.is_grad_enabled()
         h = self.linear(x)
         if self.seen > 2:
-            (x if self.what == "input" else h).mul_(2.0)
+            x.mul_(2.0)
         return h.sin() + x
 
 
 def test_later_changes_of_an_input_are_refused() -> None:
-    model = made(lambda: nn.Sequential(nn.Linear(D, D), nn.Linear(D, D), ChangesLater("input")))
+    model = made(lambda: nn.Sequential(nn.Linear(D, D), nn.Linear(D, D), ChangesLater()))
     pipe = pipeline(model, {"2": "full"}, cut=["1"])
     message = r"module '2' changes an input in place, and did not in its first forward: .*Expected"
     with pytest.raises(ValueError, match=message):
@@ -265,9 +252,6 @@ def test_an_input_that_is_changed_behind_the_module_is_refused() -> None:
     pipe = pipeline(made(make), {"*.adds": "full"})
     with pytest.raises(ValueError, match=r"an input of a module that runs again .*changed in place.*inplace=False"):
         pipe.forward_backward(X, Y)
-
-
-# --- mistakes ---
 
 
 class Unused(Parts, linear=lambda: nn.Linear(D, D), parts=lambda: nn.ModuleList([nn.Linear(D, D)])):

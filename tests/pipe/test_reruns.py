@@ -3,10 +3,7 @@
 float64, and equal to the last bit: a second run adds up in no other order.
 """
 
-from __future__ import annotations
-
 import random
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import small
+from support.alone import near, same_gradients
 from support.grids import one_in
 from support.inside import TrainingWorker
 from support.layers import Block, D, T
@@ -26,8 +24,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from stagewright.pipe import PipelineModule
-
-# --- models ---
 
 
 class Branch(Parts, linear=lambda: nn.Linear(D, D)):
@@ -173,31 +169,22 @@ def test_random_numbers_and_weight_versions(schedule: str, recompute: Any) -> No
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-class Draws(Parts, linear=lambda: nn.Linear(D, D), draws=True, drawn=Counter[float]):
+class Draws(Parts, linear=lambda: nn.Linear(D, D)):
     """Scales by random numbers of all kinds."""
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = torch.rand(D, dtype=x.dtype)
-        if self.draws:
-            number = random.random() + np.random.rand()
-            self.drawn[number] += 1
-            scale = scale * number
-        return torch.sin(self.linear(x)) * scale
-
-
-def drawing() -> nn.Module:
-    return nn.Sequential(*[nn.Sequential(*[Draws() for _ in range(3)]) for _ in range(4)])
+        return torch.sin(self.linear(x)) * torch.rand(D, dtype=x.dtype) * (random.random() + np.random.rand())
 
 
 @pytest.mark.thorough(but=["{'*.[12]': 'full'}"])
 @pytest.mark.parametrize("recompute", ["layer", {"*": "selective", "*.1": "full"}, {"*.[12]": "full"}], ids=str)
 def test_random_numbers_of_python_and_numpy(recompute: Any) -> None:
     """In the midst of a unit."""
-    one, other = (trained(each, make=drawing) for each in ("none", recompute))
+    one, other = (
+        trained(each, make=lambda: nn.Sequential(*(nn.Sequential(Draws(), Draws(), Draws()) for _ in range(4))))
+        for each in ("none", recompute)
+    )
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-# --- memory ---
 
 
 def kept(recompute: Any, monkeypatch: pytest.MonkeyPatch) -> float:
@@ -238,17 +225,13 @@ def test_memory_falls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["selective"] < kept(attention, monkeypatch) < found["none"]
 
 
-def keeps_nothing(context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
-    return False
-
-
 def keeps_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     is_product = operator is torch.ops.aten.addmm.default
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("policy", "word"), [(keeps_nothing, "layer"), (keeps_products, "selective")])
+@pytest.mark.parametrize(("policy", "word"), [(lambda *_, **__: False, "layer"), (keeps_products, "selective")])
 def test_a_policy_of_the_users(policy: Any, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all units of a stage, for modules, and beside words."""
     wanted = kept([word, "none"], monkeypatch)
@@ -327,12 +310,6 @@ class Reassigned(nn.Module):
         return x + self.mean * self.twin.count
 
 
-def plain(model: nn.Module, batch: Tensor) -> None:
-    """Gradients of one batch in four microbatches, on one process."""
-    for x, y in zip(batch.split(2), small.Y.split(2), strict=True):
-        (F.mse_loss(model(x), y) / 4).backward()
-
-
 @pytest.mark.thorough(but=["none-batch norm", "full-reassigned"])
 @pytest.mark.parametrize("middle", [lambda: nn.BatchNorm1d(WIDTH), Reassigned], ids=["batch norm", "reassigned"])
 @pytest.mark.parametrize("recompute", ["none", "full", "layer", "selective"])
@@ -341,12 +318,11 @@ def test_buffers_that_a_first_forward_leaves_as_they_are(middle: Callable[[], nn
     torch.manual_seed(0)
     model, twin = (nn.Sequential(middle(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
     twin.load_state_dict(model.state_dict())
-    plain(twin, ZEROS_FIRST)
+    for x, y in zip(ZEROS_FIRST.split(2), small.Y.split(2), strict=True):
+        (F.mse_loss(twin(x), y) / 4).backward()
     make(model=model, optimizer=None, recompute=recompute, cut=["2"]).forward_backward(ZEROS_FIRST, small.Y)
-    for (name, one), other in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
-        assert torch.allclose(one, other), name
-    for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(one.grad, other.grad, atol=1e-6), name
+    near(model.state_dict(), twin.state_dict(), atol=1e-8, rtol=1e-5)
+    same_gradients(model, twin, atol=1e-6, rtol=1e-5)
 
 
 def averaging(*, recompute: str = "full", **options: Any) -> PipelineModule:
@@ -380,17 +356,6 @@ def test_a_large_buffer_that_moves_is_what_it_was_in_the_second_run() -> None:
         assert torch.equal(one.grad, other.grad)
 
 
-# --- the loss ---
-
-
-def noisy(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(F.dropout(output, 0.5), target)
-
-
-def doubling(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target.mul_(2.0))
-
-
 class Centered(Parts, center=lambda: torch.zeros(WIDTH)):
     """A moving target, as DINO's center."""
 
@@ -400,7 +365,13 @@ class Centered(Parts, center=lambda: torch.zeros(WIDTH)):
 
 
 @pytest.mark.parametrize(
-    "loss", [lambda: noisy, lambda: doubling, Centered], ids=["random", "changes its target", "with a buffer"]
+    "loss",
+    [
+        lambda: lambda output, target: F.mse_loss(F.dropout(output, 0.5), target),
+        lambda: lambda output, target: F.mse_loss(output, target.mul_(2.0)),
+        Centered,
+    ],
+    ids=["random", "changes its target", "with a buffer"],
 )
 def test_a_loss_is_computed_again_as_it_was(loss: Callable[[], Callable[[Tensor, Tensor], Tensor]]) -> None:
     """It drew other numbers, doubled the target once more and moved its buffers twice: other gradients, no word."""

@@ -1,7 +1,5 @@
 """data_parallel="zero1" and "fsdp", and plans with optimizer_shards, against one plain process in float64."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -47,8 +45,7 @@ class Model(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = x + block(x)
-        out: Tensor = self.head(self.norm(x) * self.scale)
-        return out
+        return self.head(self.norm(x) * self.scale)
 
 
 def make_model() -> nn.Module:

@@ -1,7 +1,5 @@
 """`pipe.loader(shared="host")`: each sample is read and prepared once an epoch on a host."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

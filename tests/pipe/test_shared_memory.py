@@ -1,7 +1,5 @@
 """Memory that is changed in place, shared by two values, or a buffer on two stages: equal to one process on any cut."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +11,6 @@ from support.parts import GIVEN, Parts
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
-
-# --- memory that is changed in place ---
 
 
 class Doubling(nn.Module):
@@ -120,9 +116,6 @@ def test_memory_shared_by_two_inputs_is_not_changed_in_place(between: list[nn.Mo
     agree_with_one_process(lambda: halved(False), cut=["2"])
 
 
-# --- two tensors of a batch over the same memory ---
-
-
 class Added(Parts, a=linear, act=Doubling, b=linear, changes=""):
     """`changes` works on the first input in place, or on the second one, which nothing reads after that."""
 
@@ -173,9 +166,6 @@ def test_tensors_that_only_lie_in_one_memory_are_passed(changes: str, batch: tup
     model = Added(changes=changes)
     loss = train_with(model, *batch)
     assert loss == pytest.approx(F.mse_loss(model(*(x.clone() for x in batch[:2])), batch[2]).item(), rel=1e-5)
-
-
-# --- one buffer on two stages ---
 
 
 class NormTwice(Parts, norm=GIVEN, a=linear, b=linear):

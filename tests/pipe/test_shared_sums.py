@@ -4,8 +4,6 @@ Two data replicas of two ranks with two stages each, whose weights are tied cros
 first and rank 1 with stage 3, so that 1+2 and 0+3 are ready in opposite orders. Codecs beside a plain process.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 from unittest import mock

@@ -1,10 +1,8 @@
 """Slices of the sequence: gradients equal those of one plain process on whole sequences; what would not is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import near, train_alone
 from support.failing import refusal
 from support.inside import GPT, GPTConfig, profile_model
 from support.parts import GIVEN, Parts
@@ -35,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stagewright import PipelineModule, Slices
-from stagewright.partition import Cluster, Plan, Profile, plan
+from stagewright.partition import Cluster, Profile, plan
 
 
 def agrees(model: nn.Module, loss_fn: Callable[..., Any], *inputs: Any, **options: Any) -> None:
@@ -139,15 +138,11 @@ def profiled() -> Profile:
     return replace(profile, nodes=nodes, step_seconds=None, pair_share=0.75, slice_share=0.01)
 
 
-def planned(**options: Any) -> Plan:
-    cluster = Cluster.from_levels([(4, 1e9)])
-    return plan(profiled(), cluster, global_batch=4, schedules=("seq1f1b", "terapipe"), **options)
-
-
 @pytest.mark.thorough(but=["{'pipeline_sizes': (2,)}"])
 @pytest.mark.parametrize("options", [{"pipeline_sizes": (2,)}, {"pipeline_sizes": (2,), "data_sizes": (2,)}], ids=str)
 def test_a_plan_says_how_long_slices_are(options: dict[str, Any], tmp_path: Path) -> None:
-    found = planned(**options)
+    cluster = Cluster.from_levels([(4, 1e9)])
+    found = plan(profiled(), cluster, global_batch=4, schedules=("seq1f1b", "terapipe"), **options)
     lengths = set(found.slice_lengths)
     assert len(lengths) > 1
     path = tmp_path / "plan.json"
@@ -233,9 +228,6 @@ def test_slices_draw_masks_of_their_own() -> None:
     assert not any(torch.equal(one, other) for one, other in combinations(drawn, 2))
 
 
-# --- other models that are right ---
-
-
 class Heads(nn.Module):
     """Attention of nn.MultiheadAttention, with positions that the model is given; keys of fewer heads beside."""
 
@@ -255,8 +247,7 @@ class Heads(nn.Module):
         x = x + F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True).transpose(
             1, 2
         ).flatten(2)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def test_attention_of_other_modules_and_positions_as_an_input() -> None:
@@ -330,20 +321,14 @@ def test_training_on_sequences_of_several_lengths() -> None:
             raise RuntimeError("once")
         return mean_loss(logits, targets)
 
-    pipe = PipelineModule(
-        model, **records(loss_fn=loss_fn, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), **options)
-    )
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for length in (12, 7, 12, 9):
-        tokens, targets = batch(length=length)
+    adamw = partial(torch.optim.AdamW, lr=1e-2)
+    pipe = PipelineModule(model, **records(loss_fn=loss_fn, optimizer=adamw, **options))
+    lengths, losses = (12, 7, 12, 9), []
+    for length in lengths:
         if length == 12:  # keys and values of another length are kept then
             fails += ["x", ""]
             with pytest.raises(RuntimeError, match="once"):
                 pipe.train_step(*batch(length=8))
-        optimizer.zero_grad()
-        loss = mean_loss(plain(tokens), targets)
-        loss.backward()
-        optimizer.step()
-        assert pipe.train_step(tokens, targets).loss == pytest.approx(loss.item(), abs=1e-10)
-    for one, other in zip(pipe.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(one, other, rtol=0, atol=1e-10)
+        losses.append(pipe.train_step(*batch(length=length)).loss)
+    wanted = train_alone(plain, [batch(length=n) for n in lengths], adamw, loss_fn=mean_loss)
+    near([losses, pipe.full_state_dict()], [wanted.losses, wanted.state], atol=1e-10)

@@ -1,7 +1,5 @@
 """Slices of the sequence: models, losses and options that cannot be right over slices raise ValueError."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -49,11 +47,7 @@ class OwnPositions(Parts, places=lambda: nn.Embedding(T, 8)):
         return x + positions
 
 
-class _Does(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
+class _Does(Parts, function=GIVEN):
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
 
@@ -78,52 +72,39 @@ def by_hand(x: Tensor) -> Tensor:
     return scores.softmax(-1) @ x
 
 
-@pytest.mark.thorough(but=["bidirectional", "reversed", "batchnorm", "windows", "unseen", "flat", "signs"])
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (lambda: Mixer(attention), "attention with is_causal=False in Mixer, over slices of the sequence: expected"),
-        (
-            lambda: Mixer(
-                lambda x: attention(x, attn_mask=torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril())
-            ),
-            r"attention with a mask of shape \(12, 12\) in Mixer, .* or stagewright.attend",
-        ),
-        (
-            lambda: Mixer(by_hand),
-            "output 0 of stage 0 .* differs over parts .* from '1' .Mixer. on: for tokens 4 to 8",
-        ),
-        (silent_convolution, "for tokens 4 to 8 of 12 by .* from that of the whole"),
-        (lambda: Mixer(lambda x: x.cumsum(1)), "for tokens 4 to 8 of 12"),
-        (lambda: Mixer(lambda x: x.flip(1)), "for tokens 0 to 4 of 12"),
-        (lambda: nn.BatchNorm1d(T), "stage 0 .* fails|differs over parts|running_mean"),
-        (OwnPositions, "for tokens 4 to 8 .* stagewright.positions"),
-        (
-            lambda: Mixer(lambda x: attention(x.unflatten(1, (2, -1)).flatten(0, 1), is_causal=True).view_as(x)),
-            "attention over 6 queries and 6 keys in Mixer, to which 12 tokens are given",
-        ),
-        (unseen_within, "from '1' .Mixer. on: for tokens 4 to 8 of 12"),
-        (flat, "from '1' .Sequential. on: for tokens 4 to 8 of 12"),
-        (
-            lambda: nn.Sequential(_Does(lambda x: x * x[:, :1].sign()), nn.GELU()),
-            "from '1.0' ._Does. on: for tokens 4 to 8",
-        ),
-    ],
-    ids=[
-        "bidirectional",
-        "mask",
-        "by-hand",
-        "convolution",
-        "sum",
-        "reversed",
-        "unseen",
-        "flat",
-        "signs",
-        "batchnorm",
-        "positions",
-        "windows",
-    ],
-)
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "bidirectional": (
+        lambda: Mixer(attention),
+        "attention with is_causal=False in Mixer, over slices of the sequence: expected",
+    ),
+    "mask": (
+        lambda: Mixer(lambda x: attention(x, attn_mask=torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril())),
+        r"attention with a mask of shape \(12, 12\) in Mixer, .* or stagewright.attend",
+    ),
+    "by-hand": (
+        lambda: Mixer(by_hand),
+        "output 0 of stage 0 .* differs over parts .* from '1' .Mixer. on: for tokens 4 to 8",
+    ),
+    "convolution": (silent_convolution, "for tokens 4 to 8 of 12 by .* from that of the whole"),
+    "sum": (lambda: Mixer(lambda x: x.cumsum(1)), "for tokens 4 to 8 of 12"),
+    "reversed": (lambda: Mixer(lambda x: x.flip(1)), "for tokens 0 to 4 of 12"),
+    "batchnorm": (lambda: nn.BatchNorm1d(T), "stage 0 .* fails|differs over parts|running_mean"),
+    "positions": (OwnPositions, "for tokens 4 to 8 .* stagewright.positions"),
+    "windows": (
+        lambda: Mixer(lambda x: attention(x.unflatten(1, (2, -1)).flatten(0, 1), is_causal=True).view_as(x)),
+        "attention over 6 queries and 6 keys in Mixer, to which 12 tokens are given",
+    ),
+    "unseen": (unseen_within, "from '1' .Mixer. on: for tokens 4 to 8 of 12"),
+    "flat": (flat, "from '1' .Sequential. on: for tokens 4 to 8 of 12"),
+    "signs": (
+        lambda: nn.Sequential(_Does(lambda x: x * x[:, :1].sign()), nn.GELU()),
+        "from '1.0' ._Does. on: for tokens 4 to 8",
+    ),
+}
+
+
+@pytest.mark.thorough(but=["bidirectional", "reversed", "batchnorm", "positions", "windows", "unseen", "signs"])
+@pytest.mark.parametrize(("layer", "message"), MODELS.values(), ids=MODELS)
 def test_models_whose_tokens_meet_elsewhere(layer: Callable[[], nn.Module], message: str) -> None:
     torch.manual_seed(0)
     tokens, targets = batch()
@@ -141,17 +122,13 @@ def mean_of_some(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
 
 
-def last_token(logits: Tensor, targets: Tensor) -> Tensor:
-    return mean_loss(logits[:, -1:], targets[:, -1:])
-
-
 @pytest.mark.thorough(but=["shifting_loss-12-.*"])
 @pytest.mark.parametrize(
     ("loss_fn", "counted", "told"),
     [
         (shifting_loss, T, ".*"),
         (mean_of_some, T, ".*"),
-        (last_token, T, ".*"),
+        (lambda logits, targets: mean_loss(logits[:, -1:], targets[:, -1:]), T, ".*"),
         (mean_of_some, 8, "nan"),  # none of the last slice counts
     ],
 )
@@ -218,8 +195,7 @@ class Dropped(Parts, block=GIVEN):
     """A layer that is left out at random."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.block(x) if not self.training or torch.rand(()) < 0.5 else x
-        return y
+        return self.block(x) if not self.training or torch.rand(()) < 0.5 else x
 
 
 def test_layers_that_are_left_out_of_some_slices() -> None:

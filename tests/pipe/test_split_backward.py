@@ -1,7 +1,5 @@
 """I and W as actions of their own, and units that torch.compile compiles: equal to whole and uncompiled ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,65 +19,35 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from stagewright import PipelineModule
-from stagewright.pipe import StepResult
-from stagewright.schedules import Action, Costs, Op, Schedule, build, simulate
+from stagewright.schedules import Action, Costs, Op, Schedule, Timeline, build, simulate
 
 
-def small_step(num_ranks: int, num_microbatches: int) -> tuple[PipelineModule, StepResult]:
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(num_ranks)])
-    pipe = PipelineModule(
-        model,
-        schedule="zb-h1",
-        num_microbatches=num_microbatches,
-        loss_fn=nn.functional.mse_loss,
-        mesh={"pipe": num_ranks},
-    )
-    return pipe, pipe.forward_backward(torch.randn(8, 4), torch.randn(8, 4))
+def test_what_ran_is_what_the_schedule_says_and_its_costs_make_a_schedule() -> None:
+    """I and W are recorded one after the other, whether they ran as one or apart; the automatic schedules take them."""
 
+    def run(schedule: Any, **options: Any) -> tuple[PipelineModule, Timeline]:
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+        settings = {"schedule": schedule, "mesh": {"pipe": 3}, "loss_fn": F.mse_loss}
+        pipe = PipelineModule(model, **settings, **options)
+        return pipe, pipe.forward_backward(torch.randn(8, 4), torch.randn(8, 4)).timeline()
 
-def test_what_ran_is_what_the_schedule_says() -> None:
-    """I and W are recorded one after the other, whether they ran as one or apart; so are their costs."""
-    pipe, result = small_step(3, 4)
-    timeline = result.timeline()
+    pipe, timeline = run("zb-h1", num_microbatches=4)
     schedule = build("zb-h1", num_ranks=3, num_microbatches=4)
     for trace, program in zip(timeline.ranks, schedule.programs, strict=True):
         assert tuple(span.what for span in trace.compute) == program
         ends = [0.0] + [span.end for span in trace.compute]
         assert all(before <= span.start <= span.end for before, span in zip(ends, trace.compute, strict=False))
     costs = pipe.measured_costs()
-    assert costs is not None
+    assert isinstance(costs, Costs)
     table = costs.table(num_stages=3)
     assert all(i > 0 and w > 0 for i, w in zip(table.column(Op.I), table.column(Op.W), strict=True))
     assert simulate(schedule, costs).makespan > 0
+    found = build("zb-2p", num_ranks=3, num_microbatches=8, costs=costs, memory_limit=4)
+    assert run(found)[1].peak_activations <= (4, 4, 4)
 
 
-def test_a_schedule_for_measured_costs_runs() -> None:
-    """Profile, order for it, run: the costs that a run has measured are what the automatic schedules take."""
-    pipe, _ = small_step(3, 4)
-    costs = pipe.measured_costs()
-    assert isinstance(costs, Costs)
-    schedule = build("zb-2p", num_ranks=3, num_microbatches=8, costs=costs, memory_limit=4)
-    options = records(schedule=schedule, loss_fn=nn.functional.mse_loss, mesh={"pipe": 3})
-    result = PipelineModule(nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]), **options).forward_backward(
-        torch.randn(8, 4), torch.randn(8, 4)
-    )
-    assert result.timeline().peak_activations <= (4, 4, 4)
-
-
-# --- what a stage may hold ---
-
-
-class Counting(nn.Module):
+class Counting(Parts, linear=lambda: nn.Linear(4, 4), norm=lambda: nn.LayerNorm(4), calls=0, checkpoint=None):
     """Counts its forwards; `checkpoint`: runs its linear again in the backward, by torch's own means."""
-
-    def __init__(self, width: int, *, checkpoint: bool | None = None) -> None:
-        super().__init__()
-        self.linear, self.norm, self.calls, self.checkpoint = (
-            nn.Linear(width, width),
-            nn.LayerNorm(width),
-            0,
-            checkpoint,
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         def run(x: Tensor) -> Tensor:
@@ -105,7 +73,7 @@ def gradients(schedule: Any, make: Callable[[], nn.Module], **options: Any) -> t
 @pytest.mark.parametrize("checkpoint", [None, False, True])
 def test_a_block_runs_again_once_a_microbatch(recompute: str, checkpoint: bool | None) -> None:
     def make() -> nn.Module:
-        blocks = [Counting(4, checkpoint=checkpoint) for _ in range(4)]
+        blocks = [Counting(checkpoint=checkpoint) for _ in range(4)]
         return nn.Sequential(nn.Linear(4, 4), *blocks)  # use_reentrant=True wants an input with a gradient
 
     whole, plain = gradients("1f1b", make, recompute=recompute)
@@ -142,7 +110,7 @@ def test_weight_versions(name: str, recompute: str) -> None:
 
     def state(schedule: Schedule) -> dict[str, Tensor]:
         torch.manual_seed(3)
-        model = nn.Sequential(*[Counting(4) for _ in range(4)])
+        model = nn.Sequential(*[Counting() for _ in range(4)])
         settings: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "mesh": {"pipe": 2}, "recompute": recompute}
         with PipelineModule(
             model,
@@ -160,11 +128,7 @@ def test_weight_versions(name: str, recompute: str) -> None:
 
 def test_a_stage_that_leaves_little_to_w_is_told() -> None:
     def recurrent() -> nn.Module:
-        class Last(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.lstm = nn.LSTM(4, 8)
-
+        class Last(Parts, lstm=lambda: nn.LSTM(4, 8)):
             def forward(self, x: Tensor) -> Tensor:
                 return self.lstm(x[None])[0][0]  # type: ignore[no-any-return]
 

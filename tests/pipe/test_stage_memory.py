@@ -1,7 +1,5 @@
 """Bytes of stages as a run has them: by hand for linear layers, and their curve beside what was held."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -172,8 +170,7 @@ WIDE, MANY, EIGHT = 32, 2048, 8
 
 class Block(Parts, mlp=lambda: nn.Sequential(nn.Linear(WIDE, 4 * WIDE), nn.GELU(), nn.Linear(4 * WIDE, WIDE))):
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = x + self.mlp(x)
-        return made
+        return x + self.mlp(x)
 
 
 def made() -> tuple[nn.Module, Tensor]:

@@ -1,7 +1,5 @@
 """Data replicas that average their weights every H-th step, or as seldom as their data allows."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from pathlib import Path

@@ -1,11 +1,10 @@
 """mesh={"tensor": T}, tensor_parallel=: equal to one process in float64; what is refused; failures of one rank."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -43,10 +42,6 @@ TORCHS: dict[str, Any] = {
 }
 
 
-def batches_of(replica: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    return (make_batch(10 * step + replica) for step in range(count))
-
-
 def train(options: dict[str, Any], dropout: float = 0.0) -> dict[str, Any]:
     """Three steps, an evaluation of a smaller batch; others than a stage's first process have other weights."""
     left, at = dist.get_rank(), dict[str, int]()
@@ -58,7 +53,9 @@ def train(options: dict[str, Any], dropout: float = 0.0) -> dict[str, Any]:
         replica = pipe._building.replica[0]
         pipe.build(*make_batch(replica))
         first = pipe.full_state_dict()
-        results = [pipe.train_step(*batch) for batch in batches_of(replica, 3)] + pipe.flush()
+        results = [
+            pipe.train_step(*batch) for batch in (make_batch(10 * step + replica) for step in range(3))
+        ] + pipe.flush()
         known = {one.loss_step: one for one in results if one.loss is not None}
         evaluated = pipe.eval_step(*make_batch(replica, size=5))
         return {
@@ -165,19 +162,17 @@ def count_bytes(sends: str) -> tuple[dict[str, int], Any]:
     send = ProcessGroupTransport.send
 
     def counting(self: Any, message: Any, peer: int, tensors: Any, specs: Any) -> None:
-        size = sum(x.numel() * x.element_size() for x in tensors)
-        counted[message.kind.name] = counted.get(message.kind.name, 0) + size
+        counted[message.kind.name] = counted.get(message.kind.name, 0) + sum(x.nbytes for x in tensors)
         send(self, message, peer, tensors, specs)
 
-    ProcessGroupTransport.send = counting  # type: ignore[method-assign]
-    try:
-        options: dict[str, Any] = {"schedule": "interleaved", "tensor_parallel": WORDS_ALONE, "sends": sends}
-        with make_pipe(make_model(), mesh={"pipe": 2, "tensor": 2}, num_microbatches=4, **options) as pipe:
-            for step in range(2):
-                pipe.train_step(*make_batch(step, size=7))
-            return counted, pipe.full_state_dict()
-    finally:
-        ProcessGroupTransport.send = send  # type: ignore[method-assign]
+    options: dict[str, Any] = {"schedule": "interleaved", "tensor_parallel": WORDS_ALONE, "sends": sends}
+    with (
+        mock.patch.object(ProcessGroupTransport, "send", counting),
+        make_pipe(make_model(), mesh={"pipe": 2, "tensor": 2}, **options) as pipe,
+    ):
+        for step in range(2):
+            pipe.train_step(*make_batch(step, size=7))
+        return counted, pipe.full_state_dict()
 
 
 @pytest.mark.thorough
@@ -206,23 +201,17 @@ def test_a_part_at_the_end_of_a_stage_travels_as_it_is(gloo: Pool) -> None:
         near(found, wanted)
 
 
-class Hosts:
-    """Collectives whose processes run on these hosts."""
-
-    def __init__(self, hosts: list[str]) -> None:
-        self.hosts = hosts
-
-    def gather(self, mine: object, *, what: str) -> list[str]:
-        return self.hosts
-
-
 def test_parts_go_between_hosts() -> None:
     place = MeshPlace(world=World(rank=0, size=8), mesh=ProcessMesh(pipe=4, tensor=2))
-    peers = partial(peers_in_parts, "auto", place)
-    assert peers(Hosts(["a"] * 4 + ["b"] * 4)) == {2, 3}  # type: ignore[arg-type]
-    assert peers(Hosts(["a", "a", "b", "b", "b", "c", "c", "c"])) == {1, 3}  # type: ignore[arg-type]
-    assert peers(Hosts(["a", "b"] * 4)) == frozenset()  # type: ignore[arg-type]
-    assert peers_in_parts("parts", place, Hosts([])) == {1, 2, 3}  # type: ignore[arg-type]
+
+    def peers(hosts: str, sends: str = "auto") -> Any:
+        collectives: Any = SimpleNamespace(gather=lambda mine, what: list(hosts))
+        return peers_in_parts(sends, place, collectives)
+
+    assert peers("aaaabbbb") == {2, 3}
+    assert peers("aabbbccc") == {1, 3}
+    assert peers("abababab") == frozenset()
+    assert peers("", "parts") == {1, 2, 3}
     with pytest.raises(ValueError, match="sends='half': expected one of 'auto', 'parts', 'whole'"):
         make_pipe(make_model(), sends="half")
 
@@ -379,14 +368,15 @@ def test_modules_that_mix_positions_are_not_cut_by_positions(dim: int) -> None:
         style.check("m", module, 2)
 
 
-class _Block(nn.Module):
+class _Block(
+    Parts,
+    up=lambda: nn.Linear(4, 8),
+    down=lambda: nn.Linear(8, 4),
+    part=GIVEN,
+    reentrant=GIVEN,
+    masks=list[torch.Tensor],
+):
     """`part`: the code under the checkpoint: all of it, or what begins or ends within the divided region."""
-
-    def __init__(self, part: str, *, reentrant: bool) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-        self.part, self.reentrant = part, reentrant
-        self.masks: list[torch.Tensor] = []
 
     def _dropped(self, x: torch.Tensor) -> torch.Tensor:
         out = F.dropout(x, 0.5, self.training)
@@ -404,8 +394,7 @@ class _Block(nn.Module):
 
     def _again(self, part: str, x: torch.Tensor) -> torch.Tensor:
         run = getattr(self, f"_{part}")
-        found: torch.Tensor = checkpoint(run, x, use_reentrant=self.reentrant) if self.part == part else run(x)
-        return found
+        return checkpoint(run, x, use_reentrant=self.reentrant) if self.part == part else run(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + (self._again("all", x) if self.part == "all" else self._again("last", self._again("first", x)))

@@ -1,7 +1,5 @@
 """Models cut for a tensor group compute what the plain model computes, forwards and backwards."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from support.inside import (
     read_tensor_parallel,
     uncut,
 )
-from support.parts import Parts
+from support.parts import GIVEN, Parts
 from support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -358,12 +356,9 @@ def test_attention_is_cut_whole_or_not() -> None:
 def test_recognised_by_what_it_computes() -> None:
     """Models that look alike are not taken for it: weights or x inside the body, other outputs, no elementwise."""
 
-    class Looks(nn.Module):
-        def __init__(self, kind: str) -> None:
-            super().__init__()
-            self.kind, self.scale = kind, nn.Parameter(torch.rand(1))
-            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+    linears = {"up": lambda: nn.Linear(8, 16), "down": lambda: nn.Linear(16, 8)}
 
+    class Looks(Parts, kind=GIVEN, scale=lambda: nn.Parameter(torch.rand(1)), **linears):
         def forward(self, x: Tensor) -> Tensor:
             inner = self.up(x).relu()
             if self.kind == "softmax":

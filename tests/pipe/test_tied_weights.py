@@ -4,8 +4,6 @@ layer   0    1    2    3    4    5
         a    b    c    b    a    a      a: shared by three; b: shared by two in the middle; c: by none
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,7 +21,7 @@ from support.records import records
 from torch import Tensor, nn
 
 from stagewright.comm import Collectives
-from stagewright.partition import Cluster, Plan, Profile, plan
+from stagewright.partition import Cluster, Plan, plan
 from stagewright.pipe import PipelineModule
 
 WIDTH, MICROBATCHES, STEPS = 5, 4, 4
@@ -82,15 +80,12 @@ def model() -> GPT:
     return GPT(GPTConfig(vocabulary=600, length=8, layers=4, width=128, heads=2, tied=True))
 
 
-def profile() -> Profile:
-    """Measured, but for seconds, which no plan here may depend on."""
-    found = profile_model(model(), (torch.randint(600, (1, 8)),), repetitions=1, seconds=0.1)
-    return replace(found, nodes=tuple(replace(node, forward_seconds=1.0, backward_seconds=2.0) for node in found.nodes))
-
-
 def planned(ranks: int, **options: Any) -> Plan:
-    cluster = Cluster.from_levels([(ranks, BANDWIDTH)])
-    return plan(profile(), cluster, global_batch=BATCH, microbatch_sizes=(1,), optimizer_sharding=("none",), **options)
+    """By a profile that was measured, but for seconds, which no plan here may depend on."""
+    measured = profile_model(model(), (torch.randint(600, (1, 8)),), repetitions=1, seconds=0.1)
+    nodes = tuple(replace(node, forward_seconds=1.0, backward_seconds=2.0) for node in measured.nodes)
+    options |= {"global_batch": BATCH, "microbatch_sizes": (1,), "optimizer_sharding": ("none",)}
+    return plan(replace(measured, nodes=nodes), Cluster.from_levels([(ranks, BANDWIDTH)]), **options)
 
 
 def run(found: Plan) -> tuple[list[int], dict[int, float]]:
@@ -119,7 +114,8 @@ def inputs() -> Tensor:
 
 
 @pytest.mark.thorough
-def test_two_stages_hold_and_sum_the_tied_weight_as_planned(gloo: Pool) -> None:
+def test_the_tied_weight_is_held_and_summed_as_planned(gloo: Pool) -> None:
+    """By two stages, and where both ends are on one rank, which has it once, by none."""
     shared = 600 * 128 * 4
     found = planned(2, pipeline_sizes=(2,), data_sizes=(1,), schedules="1f1b")
     ((stages, seconds),) = found.costs.tied
@@ -129,20 +125,11 @@ def test_two_stages_hold_and_sum_the_tied_weight_as_planned(gloo: Pool) -> None:
         for number, stage in enumerate(found.stages):
             assert stage.held is not None
             assert held[number] == stage.held.weights == stage.parameter_bytes
-
-
-@pytest.mark.thorough
-def test_both_ends_on_one_rank_have_it_once_and_sum_nothing(gloo: Pool) -> None:
     found = planned(2, pipeline_sizes=(2,), data_sizes=(1,), schedules="zb-v", chunk_sizes=(2,))
-    assert found.schedule == "zb-v"
-    assert found.costs.tied == ()
+    assert (found.schedule, found.costs.tied) == ("zb-v", ())
     whole = sum(p.numel() * 4 for p in model().parameters())
     assert sum(stage.held.weights for stage in found.stages if stage.held is not None) == whole
-    for sums, _ in gloo.run(run, ranks=2, args=(found,)):
-        assert sums == []
-
-
-# --- over one memory ---
+    assert [sums for sums, _ in gloo.run(run, ranks=2, args=(found,))] == [[], []]
 
 
 def of_layers(change: Callable[[nn.Sequential], object]) -> PipelineModule:

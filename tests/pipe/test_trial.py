@@ -1,7 +1,5 @@
 """Trials of plans: what they leave behind (nothing), which plan wins, what cannot be tried, and what fails in one."""
 
-from __future__ import annotations
-
 import copy
 import random
 import re
@@ -33,13 +31,7 @@ from stagewright.schedules import Costs, Op
 CPU = torch.device("cpu")
 
 
-def make_options(**options: Any) -> Options:
-    given: dict[str, Any] = {"loss_fn": F.mse_loss, "lr_scheduler": None, "max_grad_norm": 1.0, "grad_scaler": None}
-    given |= {"optimizer": partial(torch.optim.AdamW, lr=0.1), "seed": 0, "device": CPU, "timeout": 120.0}
-    return Options(**(given | options))
-
-
-def given() -> Given:
+def make_given() -> Given:
     x, y = make_batch()
     return Given(arguments=Arguments.of((x,)), target=y)
 
@@ -58,8 +50,10 @@ def plans(ranks: int = 1, num_layers: int = 4, **options: Any) -> list[Plan]:
 def try_them(model: nn.Module, found: list[Plan], batch: Given | None = None, **options: Any) -> tuple[Plan, Plan]:
     world = join_world(device=CPU, timeout=120.0)
     collectives = Collectives(MeshPlace.line(world), device=CPU, timeout=120.0)
+    given: dict[str, Any] = {"loss_fn": F.mse_loss, "lr_scheduler": None, "max_grad_norm": 1.0, "grad_scaler": None}
+    given |= {"optimizer": partial(torch.optim.AdamW, lr=0.1), "seed": 0, "device": CPU, "timeout": 120.0}
     try:
-        return Trials(make_options(model=model, **options), world, collectives).best(found, batch or given())
+        return Trials(Options(**(given | options), model=model), world, collectives).best(found, batch or make_given())
     finally:
         collectives.close()
 

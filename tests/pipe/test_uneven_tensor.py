@@ -1,7 +1,5 @@
 """Stages with tensor groups of different sizes: against one plain process; programs are compared."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,9 +89,6 @@ def test_it_equals_one_process(gloo: Pool, case: str) -> None:
         assert found["makespan"] > 0.0
 
 
-# --- dropout, and from plan to plan ---
-
-
 def drop(**options: Any) -> PipelineModule:
     """A pipeline over a model that drops out of what all members hold."""
     model = make_model()
@@ -122,9 +117,6 @@ def test_masks_are_those_of_one_process_and_checkpoints_go_from_plan_to_plan(glo
         near([found, state], [losses, alone.full_state_dict()], atol=1e-10)
 
 
-# --- what goes past a stage ---
-
-
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
 
@@ -135,8 +127,7 @@ class Skips(Parts, first=mlp, middle=mlp, last=mlp, embed=lambda: nn.Embedding(5
     def forward(self, x: Tensor, words: Tensor) -> Tensor:
         h = self.first(x)
         words = words % 5
-        out: Tensor = self.last(self.middle(h) + x) + h + self.embed(words)
-        return out
+        return self.last(self.middle(h) + x) + h + self.embed(words)
 
 
 def skip(options: dict[str, Any]) -> tuple[list[float | None], dict[str, Tensor]]:
@@ -173,15 +164,12 @@ class Heads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = (part(x).view(*x.shape[:2], self.num_heads, -1).transpose(1, 2) for part in (self.q, self.k, self.v))
-        out: Tensor = self.last(self.o(F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)) + x)
-        return out
+        return self.last(self.o(F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)) + x)
 
 
 def attend(options: dict[str, Any]) -> tuple[list[float | None], dict[str, Tensor]]:
     torch.manual_seed(0)
-    with make_pipe(Heads().double(), loss_fn=F.mse_loss, **options) as pipe:
-        x = torch.randn(8, 3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        return [pipe.train_step(x, x).loss for _ in range(3)], pipe.full_state_dict()
+    return trained(Heads(), 3, **options)
 
 
 @pytest.mark.thorough
@@ -192,15 +180,11 @@ def test_programs_may_differ_with_the_size_of_the_group(gloo: Pool) -> None:
         near(found, wanted)
 
 
-# --- what is refused ---
-
-
 class Twice(Parts, mlp=mlp, middle=lambda: nn.Linear(WIDTH, WIDTH)):
     """One MLP in two places."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.mlp(self.middle(self.mlp(x)))
-        return out
+        return self.mlp(self.middle(self.mlp(x)))
 
 
 def refuse() -> list[str]:
@@ -254,14 +238,13 @@ class Ranked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.down(self.up(x).tanh())
         summands = {name: getattr(self, name)(h) for name in self.parts}
-        made: Tensor = (summands["one"] + summands["two"]) * self.scale
-        return made
+        return (summands["one"] + summands["two"]) * self.scale
 
 
-def _train(model: nn.Module, **options: Any) -> list[float | None]:
-    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+def trained(model: nn.Module, *sizes: int, **options: Any) -> tuple[list[float | None], dict[str, Tensor]]:
+    x = torch.randn(8, *sizes, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with make_pipe(model.double(), loss_fn=F.mse_loss, verify=False, **options) as pipe:
-        return [pipe.train_step(x, x).loss for _ in range(3)]
+        return [pipe.train_step(x, x).loss for _ in range(3)], pipe.full_state_dict()
 
 
 def _options(*sizes: int) -> dict[str, Any]:
@@ -271,14 +254,14 @@ def _options(*sizes: int) -> dict[str, Any]:
 
 def build_alike() -> tuple[str, list[float | None]]:
     is_last = dist.get_rank() == 2
-    told = refusal(lambda: _train(Ranked(scale=3.0 if is_last else 2.0), **_options(2, 1)))
-    return told, _train(Ranked("two one" if is_last else "one two"), **_options(2, 1))
+    told = refusal(lambda: trained(Ranked(scale=3.0 if is_last else 2.0), **_options(2, 1)))
+    return told, trained(Ranked("two one" if is_last else "one two"), **_options(2, 1))[0]
 
 
 @pytest.mark.thorough
 def test_what_a_group_of_another_size_records_otherwise_is_told(gloo: Pool) -> None:
     """Where it is the order alone, all take the same one."""
-    plain = _train(Ranked(), mesh={"pipe": 1})
+    plain, _ = trained(Ranked(), mesh={"pipe": 1})
     for told, losses in gloo.run(build_alike, ranks=3):
         assert "run different programs; the first difference" in told
         assert "2.0" in told

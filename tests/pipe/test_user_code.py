@@ -1,7 +1,5 @@
 """User code in stages behaves as in plain PyTorch: compared with one plain process in float64."""
 
-from __future__ import annotations
-
 import random
 import threading
 import traceback
@@ -37,8 +35,6 @@ from support.small import X, Y, layers, make
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
-
-# --- code that reads values ---
 
 
 class Masked(Parts, sizes=lambda: torch.tensor([2, 4])):
@@ -76,9 +72,6 @@ class Selects(nn.Module):
 def test_shapes_that_follow_from_values_are_refused_where_they_travel() -> None:
     with pytest.raises(ValueError, match=r"output 0 of stage 0 .* when shapes were inferred: expected a module whose"):
         piped(lambda: nn.Sequential(linear(), Selects(), linear()))
-
-
-# --- random numbers of all three kinds ---
 
 
 class Draws(Parts, linear=linear, strength=1.0):

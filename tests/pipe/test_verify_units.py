@@ -1,7 +1,5 @@
 """verify: copies of units and of the whole model, what they see, and what they hold."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import warnings
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.inside import GPT, GPTConfig, WeightGradients, plain, stage, units, verification
+from support.parts import Parts
 from support.pool import Pool
 from support.small import sgd
 from torch import Tensor, nn
@@ -25,23 +24,18 @@ from stagewright.pipe import PipelineModule, VerificationError
 TOLD = "verify: no copy of the model fits, as it and its gradients take more than an eighth of the memory."
 
 
-class Block(nn.Module):
-    def __init__(self, linear: nn.Linear | None = None) -> None:
-        super().__init__()
-        self.norm, self.drop, self.linear = nn.BatchNorm1d(8), nn.Dropout(0.3), linear or nn.Linear(8, 8)
-
+class Block(Parts, norm=lambda: nn.BatchNorm1d(8), drop=lambda: nn.Dropout(0.3), linear=lambda: nn.Linear(8, 8)):
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.linear(self.norm(x)).tanh())  # type: ignore[no-any-return]
+        return x + self.drop(self.linear(self.norm(x)).tanh())
 
 
 def blocks() -> nn.Module:
     first = Block()
-    return nn.Sequential(first, Block(), Block(), Block(first.linear))
+    return nn.Sequential(first, Block(), Block(), Block(linear=first.linear))
 
 
 def gpt() -> nn.Module:
-    model: nn.Module = GPT(GPTConfig(vocabulary=8, length=8, layers=4, width=8, heads=2, dropout=0.2))
-    return model
+    return GPT(GPTConfig(vocabulary=8, length=8, layers=4, width=8, heads=2, dropout=0.2))
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -270,17 +264,14 @@ def test_it_holds_a_copy_of_one_unit_and_its_gradients() -> None:
     assert held() - before < 0.1 * 4 * 256 * 257
 
 
-class Residual(nn.Module):
+class Residual(nn.ModuleList):
     """Blocks in a list, so that the model is recorded."""
 
     def __init__(self, around: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            around(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())) for _ in range(3)
-        )
+        super().__init__(around(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+        for block in self:
             x = x + block(x)
         return x
 
@@ -338,7 +329,7 @@ def test_over_processes_the_copy_has_all_weights(gloo: Pool) -> None:
 def test_a_difference_within_a_closure_is_seen() -> None:
     """The check was of the user's blocks with themselves."""
     model = Residual(closure)
-    part: Any = model.blocks[1][0]
+    part: Any = model[1][0]
     own = id(part)
     part.register_forward_hook(lambda module, args, output: output * (1 if id(module) == own else 2))
     with pytest.raises(VerificationError, match="the loss is"):
@@ -405,11 +396,11 @@ def test_it_holds_one_copy_of_the_weights_and_gradients_of_both(monkeypatch: pyt
 def test_a_copy_that_uses_the_model_is_no_check(caplog: pytest.LogCaptureFixture) -> None:
     def model() -> nn.Module:
         made: Any = Residual(lambda block: block)
-        made.blocks[1].parents = [weakref.ref(made)]
+        made[1].parents = [weakref.ref(made)]
         return made
 
     batch = torch.randn(4, 4), torch.randn(4, 4)
-    told = r"'parents' of module 'blocks.1' of the copy still uses the model's own modules.*or verify=False"
+    told = r"'parents' of module '1' of the copy still uses the model's own modules.*or verify=False"
     with pytest.raises(ValueError, match=told):
         checked_pipe(model()).train_step(*batch)
     with caplog.at_level(logging.INFO, logger="stagewright"):

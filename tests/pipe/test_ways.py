@@ -1,7 +1,5 @@
 """Plans that run nodes of a stage by samples, divided or whole on each tensor rank: against one plain process."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
@@ -90,9 +88,6 @@ def test_it_equals_one_process(gloo: Pool, case: str) -> None:
         near(found, wanted)
 
 
-# --- from a profile to a run ---
-
-
 class Centred(nn.Module):
     """A module that nobody knows, with all samples in its mean."""
 
@@ -123,15 +118,11 @@ def test_what_may_run_by_samples() -> None:
     assert single.nodes[0].split == "divided"
 
 
-# --- refused by name ---
-
-
 class Called(
     Parts, c1=lambda: nn.Conv2d(2, 4, 3, padding=1), fc1=lambda: nn.Linear(144, 8), fc2=lambda: nn.Linear(8, 5)
 ):
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.fc1(self.c1(x).flatten(1)))
-        return out
+        return self.fc2(self.fc1(self.c1(x).flatten(1)))
 
 
 def refusals() -> list[str]:
@@ -202,21 +193,8 @@ def test_one_member_of_a_group() -> None:
     assert Profile.from_json(half.to_json()) == half
 
 
-def measured(tensor: int, *, sums: float = 2.0, num_bytes: float = 1e6, size: int = 1) -> Profile:
-    """Four nodes of 1 ms forward and 2 ms backward, divided over the tensor ranks."""
-    nodes = [
-        Node(
-            name=name,
-            forward_seconds=1e-3 / tensor,
-            backward_seconds=2e-3 / tensor,
-            input_grad_seconds=1e-3 / tensor,
-            weight_grad_seconds=1e-3 / tensor,
-            parameter_bytes=8e6 / tensor,
-            **({"forward_sums": sums, "forward_sum_bytes": num_bytes} if tensor > 1 else {}),
-            **({"backward_sums": sums, "backward_sum_bytes": num_bytes} if tensor > 1 else {}),
-        )
-        for name in "abcd"
-    ]
+def measured(tensor: int, size: int = 1) -> Profile:
+    nodes = [Node(name="a", forward_seconds=1.0, backward_seconds=2.0)]
     return Profile(nodes=nodes, tensor=tensor, microbatch_size=size)
 
 

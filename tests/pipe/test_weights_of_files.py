@@ -1,7 +1,5 @@
 """Models without memory, or on the meta device, and PipelineModule(weights=): equal to plain models."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -59,10 +57,6 @@ def _with_an_optimizer(state: Mapping[str, torch.Tensor], folder: Path) -> Path:
     return folder
 
 
-def _prefixed(state: Mapping[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
-    return {f"module.{name}": x for name, x in state.items() if name != "embed.weight"}
-
-
 SOURCES = {
     "one": _one_file,
     "index": _index,
@@ -70,7 +64,7 @@ SOURCES = {
     "checkpoint": _checkpoint,
     "state": lambda state, _: state,
     "with optimizer": _with_an_optimizer,
-    "prefixed": _prefixed,
+    "prefixed": lambda state, _: {f"module.{name}": x for name, x in state.items() if name != "embed.weight"},
 }
 
 
@@ -400,12 +394,7 @@ def test_edits_of_it() -> None:
 
 
 def test_a_kind_of_layer_is_measured_once() -> None:
-    model = net("deferred")
-    found = profile_model(model, (TOKENS[:2],), target=TOKENS[:2], loss_fn=loss, seconds=0.1, repetitions=3)
-    assert {node.parameter_bytes for node in found.nodes} == {
-        node.parameter_bytes
-        for node in profile_model(
-            Net(), (TOKENS[:2],), target=TOKENS[:2], loss_fn=loss, seconds=0.1, repetitions=3
-        ).nodes
-    }
+    model, options = net("deferred"), {"target": TOKENS[:2], "loss_fn": loss, "seconds": 0.1, "repetitions": 3}
+    found, plain = (profile_model(each, (TOKENS[:2],), **options).nodes for each in (model, Net()))
+    assert {node.parameter_bytes for node in found} == {node.parameter_bytes for node in plain}
     assert all(x.is_meta and x.grad is None for x in model.parameters())

@@ -127,7 +127,7 @@ def same(what: str, actual: Mapping[Any, Any], expected: Mapping[Any, Any], tole
     """Asserts that two mappings to tensors or numbers have the same keys, and values within `tolerance`."""
     one_sided = sorted(actual.keys() ^ expected.keys())
     assert not one_sided, f"{what}: on one side only: {one_sided}"
-    near(actual, expected, atol=tolerance, where=f"{what}: ")
+    near(actual, expected, atol=tolerance, where=f"{what} ")
 
 
 def listed(values: Sequence[Any]) -> dict[int, Any]:

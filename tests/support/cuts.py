@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from stagewright.pipe import PipelineModule
 from support.alone import same_gradients
+from support.parts import Parts
 
 WIDTH = 8
 X = torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -21,12 +22,8 @@ def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 
 
-class Layers(nn.Module):
+class Layers(Parts, a=linear, b=linear, c=linear, d=linear):
     """Linear layers a, b, c, d for the models here to wire."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = linear(), linear(), linear(), linear()
 
 
 def output_of(value: Any) -> Tensor:

@@ -87,9 +87,6 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-# --- in units ---
-
-
 class CheckpointedBlock(Block):
     """Keeps its input alone."""
 
@@ -103,9 +100,6 @@ class ReentrantBlock(CheckpointedBlock):
     """The older way."""
 
     use_reentrant = True
-
-
-# --- between units ---
 
 
 class FunctionsBetween(Stack):

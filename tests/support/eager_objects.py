@@ -1,45 +1,8 @@
 """Models like those of `eager_models`, whose units read and write objects that the code between them hands on."""
 
-import torch
 from torch import Tensor
 
 from .eager_models import Block, Stack
-
-
-class CacheOfALayer:
-    def __init__(self) -> None:
-        self.values: list[Tensor] = []
-
-
-class Cache:
-    """A cache of values, as transformers has one: every layer fills its own place, and reads all that stands there."""
-
-    def __init__(self, count: int) -> None:
-        self.layers = [CacheOfALayer() for _ in range(count)]
-        self.count = count
-
-    def update(self, index: int, value: Tensor) -> Tensor:
-        assert len(self.layers) == self.count
-        self.layers[index].values.append(value)
-        return torch.stack(self.layers[index].values).sum(0)
-
-
-class CachedBlock(Block):
-    def forward(self, x: Tensor, cache: Cache, index: int) -> Tensor:  # type: ignore[override]
-        return super().forward(cache.update(index, x))
-
-
-class WithACache(Stack):
-    """An object that the forward makes and hands to every block."""
-
-    def __init__(self) -> None:
-        super().__init__(CachedBlock)
-
-    def forward(self, x: Tensor) -> Tensor:
-        cache = Cache(len(self.blocks))
-        for index, block in enumerate(self.blocks):
-            x = block(x, cache, index)
-        return self.head(x)
 
 
 class Layers:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from support.parts import Parts
+
 D = 8  # width
 T = 4  # positions
 VOCABULARY = 16
@@ -91,14 +93,10 @@ class DoubleConv(nn.Module):
         return F.gelu(self.second(self.dropout(F.gelu(self.first(x)))))
 
 
-class MaskedLayer(nn.Module):
+class MaskedLayer(
+    Parts, linear=lambda: nn.Linear(D, D), places=lambda: nn.Embedding(T + 1, D), dropout=lambda: nn.Dropout(DROPOUT)
+):
     """A residual layer that reads two integer tensors: h [B, T, D], mask, positions [B, T] -> [B, T, D]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-        self.places = nn.Embedding(T + 1, D)
-        self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, h: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         update = self.dropout(torch.tanh(self.linear(h) + self.places(positions)))

@@ -22,9 +22,6 @@ IGNORED = -100  # target of a position that does not count in a (sum, count) los
 Batch = tuple[tuple[Tensor, ...], Any]
 
 
-# --- models ---
-
-
 def mlp() -> nn.Module:
     """Thirteen places without a parameter among the nineteen: some stages have nothing to optimise."""
     body = [layer for _ in range(6) for layer in (nn.Linear(D, D), nn.GELU(), nn.Dropout(DROPOUT))]
@@ -223,9 +220,6 @@ def pairs(size: int) -> Batch:
     return (torch.randn(size, T, D), mask), (torch.randn(size, T, D), torch.randn(size, D))
 
 
-# --- losses ---
-
-
 def pair_loss(output: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
     return F.mse_loss(output[0], target[0]) + F.mse_loss(output[1], target[1])
 
@@ -237,9 +231,6 @@ def token_loss(output: Tensor, target: Tensor) -> Tensor:
 def masked_token_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     total = F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="sum")
     return total, (target != IGNORED).sum()
-
-
-# --- the table ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,8 +297,7 @@ def make_model(name: str, *, num_stages: int | None = None, dtype: torch.dtype =
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = Chain(task.make(num_stages)) if task.kind == "stages" else task.make()
-    made: nn.Module = model.to(dtype)
-    return made
+    return model.to(dtype)
 
 
 def make_batch(name: str, *, index: int, size: int, dtype: torch.dtype = torch.float64) -> Batch:

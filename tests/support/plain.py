@@ -46,7 +46,7 @@ def plain(make: Make, between: Between = nothing) -> tuple[Any, list[float]]:
             between(model, step)
             yield batch(step)
 
-    return model, train_alone(model, batches(), sgd, parts=MICROBATCHES).losses
+    return model, train_alone(model, batches(), lambda _: sgd(model.parameters()), parts=MICROBATCHES).losses
 
 
 def piped(make: Make, between: Between = nothing, **options: Any) -> tuple[Any, list[float]]:

@@ -98,14 +98,10 @@ def evaluate(model: nn.Module, inputs: tuple[Tensor, ...], target: Any, case: Ca
 def reference_model(case: Case) -> nn.Module:
     """The untrained model as one module, with its frozen parameters."""
     model = make_model(case.task, num_stages=case.num_stages)
-    freeze(model, case.frozen)
-    return model.train()
-
-
-def freeze(model: nn.Module, prefixes: tuple[str, ...]) -> None:
     for name, parameter in model.named_parameters():
-        if name.startswith(prefixes) and prefixes:
+        if case.frozen and name.startswith(case.frozen):
             parameter.requires_grad_(False)
+    return model.train()
 
 
 class Joined(torch.optim.SGD):
@@ -119,17 +115,16 @@ class Joined(torch.optim.SGD):
         super().step()
 
 
-def make_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
-    optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-        "sgd": functools.partial(torch.optim.SGD, lr=0.1),
-        "momentum": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-        "adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
-        "adamw-foreach": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True),
-        "adamw-fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
-        "decay": functools.partial(torch.optim.SGD, lr=0.05, weight_decay=0.1),
-        "joined": functools.partial(Joined, lr=0.05),
-    }
-    return optimizers[name]
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
+    "adamw-foreach": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "adamw-fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "nesterov": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "decay": functools.partial(torch.optim.SGD, lr=0.05, weight_decay=0.1),
+    "joined": functools.partial(Joined, lr=0.05),
+}
 
 
 def _rates_by_name(named: Sequence[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer | None]:
@@ -168,25 +163,22 @@ def _grouped(named: Sequence[tuple[str, nn.Parameter]]) -> list[torch.optim.Opti
     ]
 
 
-BY_NAME = {
-    "rates-by-name": _rates_by_name,
-    "muon": _muon,
-    "grouped": _grouped,
-}  # over named parameters, several optimizers
+# Over named parameters, several optimizers.
+BY_NAME = {"rates-by-name": _rates_by_name, "muon": _muon, "grouped": _grouped}
 
 
 def make_optimizers(name: str, named: Sequence[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
     """All of a model."""
     if name in BY_NAME:
         return [optimizer for optimizer in BY_NAME[name](named) if optimizer is not None]
-    return [make_optimizer(name)([parameter for _, parameter in named])]
+    return [OPTIMIZERS[name]([parameter for _, parameter in named])]
 
 
 def pipeline_optimizer(name: str) -> Any:
     """The same as `optimizer=` of a pipeline."""
     from stagewright import named
 
-    return named(BY_NAME[name]) if name in BY_NAME else make_optimizer(name)
+    return named(BY_NAME[name]) if name in BY_NAME else OPTIMIZERS[name]
 
 
 def make_scheduler(decay: bool | str) -> Callable[[torch.optim.Optimizer], Any] | None:
@@ -229,7 +221,7 @@ def reference(case: Case) -> Outcome:
     """The protocol of `cases.py` on one process. Cached: many layouts share a case."""
     model = reference_model(case)
     seeder = Seeder(seeded_units(model), seed=case.seed)
-    optimizer = make_optimizer(case.optimizer)(model.parameters())
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     schedule = make_scheduler(case.decay)
     scheduler = None if schedule is None else schedule(optimizer)
     sizes = case.batch_sizes

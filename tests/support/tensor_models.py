@@ -19,8 +19,7 @@ class MLP(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(self.norm(x))))
-        return out
+        return self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Block(nn.Module):
@@ -56,8 +55,7 @@ class Model(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 WORDS_ALONE: dict[str, Any] = {

@@ -35,8 +35,7 @@ class Draws(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         noise = torch.rand(x.shape, generator=self.own) + torch.rand(x.shape) + random.random() + np.random.rand()
-        out: Tensor = F.dropout(self.norm(self.linear(x)), 0.1) + 1e-3 * noise.to(x.dtype)
-        return out
+        return F.dropout(self.norm(self.linear(x)), 0.1) + 1e-3 * noise.to(x.dtype)
 
 
 def make_model(num_layers: int = 4) -> nn.Sequential:

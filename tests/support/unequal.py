@@ -8,23 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stagewright import PipelineModule
+from support.parts import Parts
 from support.records import records
 
 D, WORDS, BLOCKS = 8, 11, 3
 LENGTHS = (3, 9, 4, 7)
 
 
-class Block(nn.Module):
+class Block(Parts, qkv=lambda: nn.Linear(D, 3 * D), out=lambda: nn.Linear(D, D)):
     """Attention over the sequence, so that a length is more than so many rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
 
     def forward(self, h: Tensor) -> Tensor:
         q, k, v = self.qkv(h).chunk(3, dim=-1)
-        out: Tensor = h + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        return out
+        return h + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 def make_model() -> nn.Module:

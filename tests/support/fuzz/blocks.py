@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,7 @@ class Linear(Block):
     """The base as it is."""
 
 
-class MLP(Block):
-    def make(self) -> None:
-        self.up, self.down = nn.Linear(D, Y), nn.Linear(Y, D)
-
+class MLP(Block, up=lambda: nn.Linear(D, Y), down=lambda: nn.Linear(Y, D)):
     def body(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
 
@@ -31,35 +28,24 @@ class MLP(Block):
 class Plain(Block):
     """No parameters."""
 
-    def make(self) -> None:
-        pass
+    makers: ClassVar[dict[str, Any]] = {}
 
     def body(self, x: Tensor) -> Tensor:
         return torch.sin(x)
 
 
-class GRU(Block):
-    kind: Any = nn.GRU
-
-    def make(self) -> None:
-        self.rnn = self.kind(D, D, batch_first=True)
-
+class GRU(Block, rnn=lambda: nn.GRU(D, D, batch_first=True)):
     def body(self, x: Tensor) -> Tensor:
         return self.rnn(x)[0]
 
 
-class LSTM(GRU):
-    kind = nn.LSTM
+class LSTM(GRU, rnn=lambda: nn.LSTM(D, D, batch_first=True)): ...
 
 
-class RNN(GRU):
-    kind = nn.RNN
+class RNN(GRU, rnn=lambda: nn.RNN(D, D, batch_first=True)): ...
 
 
-class Cell(Block):
-    def make(self) -> None:
-        self.cell = nn.GRUCell(D, D)
-
+class Cell(Block, cell=lambda: nn.GRUCell(D, D)):
     def body(self, x: Tensor) -> Tensor:
         h, steps = torch.zeros_like(x[:, 0]), []
         for t in range(x.shape[1]):
@@ -68,27 +54,18 @@ class Cell(Block):
         return torch.stack(steps, 1)
 
 
-class MHA(Block):
-    def make(self) -> None:
-        self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
-
+class MHA(Block, attention=lambda: nn.MultiheadAttention(D, 2, batch_first=True)):
     def body(self, x: Tensor) -> Tensor:
         return self.attention(x, x, x)[0]
 
 
-class Encoder(Block):
-    def make(self) -> None:
-        self.layer = nn.TransformerEncoderLayer(D, 2, Y, dropout=0.0, batch_first=True)
-
+class Encoder(Block, layer=lambda: nn.TransformerEncoderLayer(D, 2, Y, dropout=0.0, batch_first=True)):
     def body(self, x: Tensor) -> Tensor:
         return self.layer(x)
 
 
-class Attention(Block):
+class Attention(Block, qkv=lambda: nn.Linear(D, 3 * D), out=lambda: nn.Linear(D, D)):
     """Causal."""
-
-    def make(self) -> None:
-        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
 
     def body(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (2, D // 2)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
@@ -96,40 +73,26 @@ class Attention(Block):
         return x + self.out(h.transpose(1, 2).flatten(-2))
 
 
-class Conv(Block):
-    def make(self) -> None:
-        self.conv = nn.Conv1d(D, D, 3, padding=1)
-
+class Conv(Block, conv=lambda: nn.Conv1d(D, D, 3, padding=1)):
     def body(self, x: Tensor) -> Tensor:
         return self.conv(x.transpose(1, 2)).transpose(1, 2)
 
 
-class Batchnorm(Block):
-    def make(self) -> None:
-        self.norm = nn.BatchNorm1d(D)
-
+class Batchnorm(Block, norm=lambda: nn.BatchNorm1d(D)):
     def body(self, x: Tensor) -> Tensor:
         return self.norm(x.transpose(1, 2)).transpose(1, 2)
 
 
-class Norm(Block):
-    def make(self) -> None:
-        self.norm, self.fc = nn.LayerNorm(D), nn.Linear(D, D)
-
+class Norm(Block, norm=lambda: nn.LayerNorm(D), fc=lambda: nn.Linear(D, D)):
     def body(self, x: Tensor) -> Tensor:
         return x + F.silu(self.fc(self.norm(x)))
 
 
-class WeightNorm(Block):
-    def make(self) -> None:
-        self.fc = nn.utils.parametrizations.weight_norm(nn.Linear(D, D))
+class WeightNorm(Block, fc=lambda: nn.utils.parametrizations.weight_norm(nn.Linear(D, D))): ...
 
 
-class Nested(Block):
+class Nested(Block, layers=lambda: nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(2))):
     """Sequentials in a module."""
-
-    def make(self) -> None:
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(2))
 
     def body(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -137,10 +100,7 @@ class Nested(Block):
         return x
 
 
-class Dropout(Block):
-    def make(self) -> None:
-        self.fc, self.drop = nn.Linear(D, D), nn.Dropout(0.3)
-
+class Dropout(Block, fc=lambda: nn.Linear(D, D), drop=lambda: nn.Dropout(0.3)):
     def body(self, x: Tensor) -> Tensor:
         return self.drop(self.fc(x))
 
@@ -150,11 +110,8 @@ class Layerdrop(Block):
         return x * 1.5 if self.training and random.random() < 0.4 else self.fc(x)
 
 
-class TopOne(Block):
+class TopOne(Block, gate=lambda: nn.Linear(D, 2), experts=lambda: nn.ModuleList(nn.Linear(D, D) for _ in range(2))):
     """A sparse mixture of experts: values decide who computes what."""
-
-    def make(self) -> None:
-        self.gate, self.experts = nn.Linear(D, 2), nn.ModuleList(nn.Linear(D, D) for _ in range(2))
 
     def body(self, x: Tensor) -> Tensor:
         weights = self.gate(x).softmax(-1)
@@ -173,12 +130,8 @@ class Soft(TopOne):
         return sum(weights[..., e : e + 1] * expert(x) for e, expert in enumerate(self.experts))  # type: ignore[return-value]
 
 
-class Assigned(Block):
+class Assigned(Block, fc=lambda: nn.Linear(D, D), seen=lambda: torch.ones(D)):
     """A buffer that is assigned anew in training."""
-
-    def make(self) -> None:
-        self.fc = nn.Linear(D, D)
-        self.register_buffer("seen", torch.ones(D))
 
     def body(self, x: Tensor) -> Tensor:
         if self.training:
@@ -195,10 +148,7 @@ class Written(Assigned):
         return self.fc(x) / (1 + self.seen.clone())
 
 
-class Counter(Block):
-    def make(self) -> None:
-        self.fc, self.calls = nn.Linear(D, D), 0
-
+class Counter(Block, fc=lambda: nn.Linear(D, D), calls=int):
     def body(self, x: Tensor) -> Tensor:
         self.calls += self.training
         return self.fc(x) * (1 + self.calls % 3)
@@ -238,29 +188,23 @@ class Custom(Block):
         return Scale.apply(self.fc(x))
 
 
-class Checkpointed(Block):
-    def make(self) -> None:
-        self.fc, self.second = nn.Linear(D, D), nn.Linear(D, D)
-
+class Checkpointed(Block, fc=lambda: nn.Linear(D, D), second=lambda: nn.Linear(D, D)):
     def body(self, x: Tensor) -> Tensor:
         return checkpoint(lambda h: self.second(torch.tanh(self.fc(h))), x, use_reentrant=False)
 
 
 class ForwardHook(Block):
     def make(self) -> None:
-        super().make()
         self.fc.register_forward_hook(lambda module, args, out: out * 1.3)
 
 
 class PreHook(Block):
     def make(self) -> None:
-        super().make()
         self.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
 
 
 class BackwardHook(Block):
     def make(self) -> None:
-        super().make()
         self.fc.register_full_backward_hook(
             lambda module, inputs, outputs: tuple(None if g is None else 2 * g for g in inputs)
         )
@@ -268,7 +212,6 @@ class BackwardHook(Block):
 
 class ParameterHook(Block):
     def make(self) -> None:
-        super().make()
         self.fc.weight.register_hook(lambda grad: grad * 1.5)
 
 
@@ -280,11 +223,8 @@ class TensorHook(Block):
         return h
 
 
-class Branch(Block):
+class Branch(Block, fc=lambda: nn.Linear(D, D), other=lambda: nn.Linear(D, D)):
     """Values decide; one of two layers may get no gradient."""
-
-    def make(self) -> None:
-        self.fc, self.other = nn.Linear(D, D), nn.Linear(D, D)
 
     def body(self, x: Tensor) -> Tensor:
         return self.fc(x) if x[..., 0].sum() > 0 else self.other(x)
@@ -297,21 +237,14 @@ class Detached(Block):
 
 class Frozen(Block):
     def make(self) -> None:
-        super().make()
         self.fc.weight.requires_grad_(False)
 
 
-class Unused(Block):
-    def make(self) -> None:
-        super().make()
-        self.other = nn.Linear(D, D)
+class Unused(Block, fc=lambda: nn.Linear(D, D), other=lambda: nn.Linear(D, D)): ...
 
 
-class Raw(Block):
+class Raw(Block, weights=lambda: nn.ParameterList([torch.eye(D) * 0.7, torch.ones(D)])):
     """Parameters of its own, in a list."""
-
-    def make(self) -> None:
-        self.weights = nn.ParameterList([torch.eye(D) * 0.7, torch.ones(D)])
 
     def body(self, x: Tensor) -> Tensor:
         return x @ self.weights[0] + self.weights[1]
@@ -360,7 +293,6 @@ class Cached(Block):
     longest: Tensor | None = None
 
     def make(self) -> None:
-        super().make()
         # Not in a state dict: a table outlives it, and which process has one is a matter of stages.
         self.register_buffer("rates", torch.arange(1.0, 1 + D), persistent=False)
 
@@ -402,7 +334,6 @@ class StateHooks(Block):
     """Has other names in a state dict, and a state of its own."""
 
     def make(self) -> None:
-        super().make()
         self.factor = torch.ones(1)
         self.register_state_dict_post_hook(_without_fc)
         self.register_load_state_dict_pre_hook(_with_fc)
@@ -429,7 +360,6 @@ def _with_fc(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> Non
 
 class Compiled(Block):
     def make(self) -> None:
-        super().make()
         self.compile(backend="eager")
 
 

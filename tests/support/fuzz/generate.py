@@ -29,10 +29,10 @@ class _Drawn(Draws):
         # Buffers follow the order in which microbatches run: an order of its own under "custom".
         replicated = schedule == "custom" or data > 1 or tensor > 1 or self.copies(schedule, builder) > 1
         model = self.model(schedule, replicated=replicated, tensor=tensor, S=P * (V or 1))
-        optimizer = self.one(("sgd", "momentum", "adamw", "adamw-foreach", "decay", "grouped"))
+        optimizer = self.one(("sgd", "nesterov", "adamw", "adamw-foreach", "decay", "grouped"))
         optimizer = "joined" if self.often(0.04) else optimizer
         options = self.options(schedule, model, data=data, tensor=tensor)
-        if optimizer in ("sgd", "momentum") and schedule != "paci" and tensor == 1 and self.often(0.15):
+        if optimizer in ("sgd", "nesterov") and schedule != "paci" and tensor == 1 and self.often(0.15):
             options += (("autocast", True),)
             blocks = tuple(name if name in CAUSAL else self.one(CAUSAL) for name in model.blocks)
             model = replace(model, blocks=blocks, loss="mse" if model.loss == "model" else model.loss)
@@ -180,7 +180,7 @@ class _Drawn(Draws):
         if self.often(0.3) and schedule not in ("pipedream", "paci"):
             found["max_grad_norm"] = self.one((0.05, 1.0))
         if self.often(0.3):
-            found["lr_scheduler"] = self.one((True, "lambda", "plateau"))
+            found["lr_scheduler"] = self.one((True, "sequential", "plateau"))
         if schedule in ASYNC and self.often(0.3):
             found["flush_first"] = self.draw.randint(1, 2)
         if self.gloo and data > 1 and self.often(0.5):

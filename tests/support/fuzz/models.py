@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from support.parts import GIVEN, Parts
+
 from . import reads
 from .blocks import BLOCKS, D, Scale, connect, scope
 from .cases import Case, Model
@@ -178,11 +180,7 @@ class Scopes(Own):
         return h
 
 
-class Half(nn.Module):
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(blocks)
-
+class Half(Parts, layers=GIVEN):
     def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
         for layer in self.layers:
             h = layer(h)
@@ -196,7 +194,7 @@ class Halves(Own):
         super().__init__(kind, blocks)
         del self.blocks
         half = max(1, len(blocks) // 2)
-        self.encoder, self.decoder = Half(blocks[:half]), Half(blocks[half:])
+        self.encoder, self.decoder = (Half(nn.ModuleList(own)) for own in (blocks[:half], blocks[half:]))
 
     @property
     def all_blocks(self) -> list[nn.Module]:

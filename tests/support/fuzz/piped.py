@@ -124,15 +124,11 @@ def _first_sizes(case: Case) -> tuple[int, int]:
     return case.M * case.data, 3
 
 
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
 def local(case: Case, batch: Batch) -> Batch:
     """The batch of this process's data replica; in one process the batch is shared out."""
     if not case.gloo or case.data == 1:
         return batch
-    return batch.cut(case.data)[_rank() // case.tensor % case.data]
+    return batch.cut(case.data)[torch.distributed.get_rank() // case.tensor % case.data]
 
 
 class Piped:

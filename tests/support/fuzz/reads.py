@@ -43,15 +43,11 @@ def _first(model: Any) -> Any:
     return next(model.blocks[0].parameters(), model.reads_scale)
 
 
-def _set(name: str) -> Callable[[Any, float], None]:
-    return lambda model, value: setattr(model, name, value)
-
-
 Read = Callable[[Any], Any]
 Write = Callable[[Any, float], Any]
 READS: dict[str, tuple[Read, Write]] = {
     "nothing": (lambda model: 1.0, lambda model, value: None),
-    "attribute": (lambda model: model.alpha, _set("alpha")),
+    "attribute": (lambda model: model.alpha, lambda model, value: setattr(model, "alpha", value)),
     "options": (lambda model: model.options["alpha"], lambda model, value: model.options.update(alpha=value)),
     "deep": (
         lambda model: model.options["deep"]["list"][0],

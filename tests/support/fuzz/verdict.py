@@ -43,18 +43,15 @@ class Verdict:
         return f"{self.kind}: {re.sub(r'[0-9]+', '#', self.what)[:70]}"
 
 
-def is_own(error: BaseException) -> bool:
-    """Whether the library raised it, and not torch or the user's code that it ran."""
-    frames = traceback.extract_tb(error.__traceback__)
-    last = Path(frames[-1].filename).resolve() if frames else Path()
-    return last.is_relative_to(HOUSE) and not last.is_relative_to(TESTS) and ".venv" not in last.parts
-
-
 def is_clear(error: BaseException) -> bool:
-    """A ValueError of the library's own; that the pipeline differs from the model is none."""
+    """A ValueError that the library raised, not torch or the user's code that it ran; that the pipeline differs from
+    the model is none."""
     from stagewright.pipe import VerificationError
 
-    return isinstance(error, ValueError) and not isinstance(error, VerificationError) and is_own(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    last = Path(frames[-1].filename).resolve() if frames else Path()
+    is_own = last.is_relative_to(HOUSE) and not last.is_relative_to(TESTS) and ".venv" not in last.parts
+    return isinstance(error, ValueError) and not isinstance(error, VerificationError) and is_own
 
 
 def story(error: BaseException) -> str:
