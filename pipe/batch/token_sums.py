@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import _global_forward_hooks_with_kwargs, register_module_forward_hook
 
 from ...partition.model.forms import tensors_in
 from ..guards.rounding import SLICED_OUTPUTS, by_type
@@ -44,8 +44,12 @@ class TokenSums:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        with register_module_forward_hook(self._note, with_kwargs=True):
+        handle = register_module_forward_hook(self._note, with_kwargs=True)
+        try:
             yield
+        finally:
+            handle.remove()
+            _global_forward_hooks_with_kwargs.pop(handle.id, None)  # which torch's handle (2.13) leaves there
 
     def _note(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         if module in self._names:

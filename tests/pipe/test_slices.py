@@ -57,7 +57,9 @@ def test_unequal_everything() -> None:
 
 
 def test_a_model_that_is_no_chain() -> None:
+    """No hook of all modules is left, at which a compiled module would warn."""
     agrees(gpt(layers=1), counted_loss, *batch(), schedule="seq1f1b", num_slices=2)
+    assert not torch.nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.thorough(but=["seq-zb-h1-{'num_slices': 2, 'recompute': 'full'}"])
