@@ -97,14 +97,10 @@ class StateSnapshot:
         """The parts of a value, to be visited next; its present state is noted first."""
         if isinstance(value, dict):  # most of what modules hold: tables of hooks
             self._tables.append((value, [*value, *value.values()]))
-            inner: list[Any] = []
-            for x in value.values():
-                if type(x) not in USUAL:
-                    if isinstance(x, dict) and not x:
-                        self._tables.append((x, []))
-                    else:
-                        inner.append(x)
-            return () if len(value) > MOST else inner
+            values = [x for x in value.values() if type(x) not in USUAL]
+            self._tables += [(x, []) for x in values if isinstance(x, dict) and not x]
+            values = [x for x in values if not isinstance(x, dict) or x]
+            return () if len(value) > MOST else values
         if isinstance(value, _TABLES):
             self._tables.append((value, _entries(value)))
         elif undo := _undo_of(value):
