@@ -45,7 +45,7 @@ from .settings.given import Given, check_batch
 from .settings.options import Options
 from .settings.precision import refuse_float16_autocast
 from .stage.loss import with_loss
-from .telling import told_if_slow, warn_of_evaluation_mode
+from .telling import tell, told_if_slow, warn_of_evaluation_mode
 from .verify.plain import NotVerifiableError
 from .verify.verification import Verification
 
@@ -207,10 +207,7 @@ class Building:
                 f"schedule {schedule.name!r} has no backward: expected F and B of each stage and microbatch to "
                 f"train, or eval_step"
             )
-        was_built = self.pipeline is not None
         pipeline = self.ready_for(given)
-        if was_built:
-            pipeline.verifier.copy_again()
         if not self._has_trained and self.world.rank == 0:
             warn_of_evaluation_mode(pipeline.state.run.root)
         self._has_trained = True
@@ -231,7 +228,7 @@ class Building:
             if self.options.verify != FIRST:
                 raise
             self._until_verified = math.inf
-            _log.info("the first batch is not verified: %s", error)
+            tell(f"the first batch is not verified: {error}", rank=self.world.rank)
         if is_first and pipeline.training.num_steps == 0:
             pipeline.measurement.forget()
 

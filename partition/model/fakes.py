@@ -109,6 +109,7 @@ _PRODUCTS |= {_aten.convolution, _aten._cdist_forward, _aten.index_add}
 _NORMS = {_aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm, _aten._native_batch_norm_legit}
 _NORMS |= {_aten._native_batch_norm_legit_functional, _aten.cudnn_batch_norm}
 _REDUCED = {torch.float16, torch.bfloat16}  # that norms take along with weights in float32
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
 def strict_fake_mode(joined: set[tuple[int, ...]] | None = None) -> FakeTensorMode:
@@ -135,7 +136,8 @@ def strict_fake_mode(joined: set[tuple[int, ...]] | None = None) -> FakeTensorMo
 
 def _fake_mode() -> FakeTensorMode:
     """One that knows grouped products of any type, which real tensors have: torch's own (2.13) takes bfloat16 alone;
-    and that remembers what operations gave for tensors of the same forms, as blocks of a model have."""
+    that views as real tensors are viewed, where torch's own takes ten operations; and that remembers what operations
+    gave for tensors of the same forms, as blocks of a model have."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False  # torch's own cache takes four times as long
     carry_out = mode.dispatch
@@ -149,6 +151,10 @@ def _fake_mode() -> FakeTensorMode:
             ):
                 with mode:
                     return torch.empty(rows.size(0), weight.size(2), dtype=rows.dtype, device=rows.device)
+        if func in _VIEWS and type(x := args[0]) is FakeTensor and x.layout is torch.strided:
+            viewed = torch.empty_strided(x.shape, x.stride(), device="meta").view(args[1])
+            with mode:
+                return x.as_strided(viewed.shape, viewed.stride())
         return carry_out(func, types, args, kwargs)
 
     def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -180,9 +186,11 @@ def _place_of(mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Any)
     if not _follows_from_forms(func):
         return None
     around = torch.get_default_dtype(), torch._C._get_default_device(), torch.is_inference_mode_enabled()
+    is_below = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+    by_grad = not is_below or _is_composite(func)  # after autograd's part it counts no more; matmul folds by it
     try:
-        forms = [_form(mode, x) for x in args]
-        named = [(name, _form(mode, x)) for name, x in kwargs.items()] if kwargs else ()
+        forms = [_form(mode, x, by_grad) for x in args]
+        named = [(name, _form(mode, x, by_grad)) for name, x in kwargs.items()] if kwargs else ()
     except _UnknownError:
         return None
     return _place((func, around, *forms, *named))
@@ -194,25 +202,30 @@ def _follows_from_forms(func: Any) -> bool:
     cache (FakeTensorMode._validate_cache_key) leaves out do not count."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
         return False
-    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(str(func._name), "CompositeImplicitAutograd")
-    return func not in _LIFTS and not (func.is_view and is_composite)
+    return func not in _LIFTS and not (func.is_view and _is_composite(func))
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(str(func._name), "CompositeImplicitAutograd")
 
 
 class _UnknownError(Exception):
     """Raised for an argument whose form does not say all."""
 
 
-def _form(mode: FakeTensorMode, x: Any) -> object:
+def _form(mode: FakeTensorMode, x: Any, by_grad: bool) -> object:
+    """`by_grad`: whether tensors that want a gradient have another form."""
     kind = type(x)
     if kind is FakeTensor:
         if x.constant is None and x.layout is torch.strided and x.fake_mode is mode:
-            flags = x.requires_grad, x.is_conj(), x.is_neg(), x.is_inference()
+            flags = by_grad and x.requires_grad, x.is_conj(), x.is_neg(), x.is_inference()
             memory = x.storage_offset(), x.untyped_storage().nbytes()
             return x.shape, x.stride(), x.dtype, x.fake_device, flags, memory
     elif kind in _VALUES:
         return kind, x
     elif kind is list or kind is tuple:
-        return kind, *[_form(mode, each) for each in x]
+        return kind, *[_form(mode, each, by_grad) for each in x]
     raise _UnknownError
 
 

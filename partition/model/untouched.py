@@ -24,7 +24,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
-from .reach import MOST, content, parts, walk
+from .reach import MOST, USUAL, content, parts, walk
 from .source_line import is_users_module
 from .surroundings import Surroundings
 
@@ -96,11 +96,11 @@ class StateSnapshot:
     def _held(self, value: Any) -> Collection[Any]:
         """The parts of a value, to be visited next; its present state is noted first."""
         if isinstance(value, dict):  # most of what modules hold: tables of hooks
-            values = list(value.values())
-            self._tables.append((value, [*value, *values]))
+            self._tables.append((value, [*value, *value.values()]))
+            values = [x for x in value.values() if type(x) not in USUAL]
             self._tables += [(x, []) for x in values if isinstance(x, dict) and not x]
             values = [x for x in values if not isinstance(x, dict) or x]
-            return () if len(values) > MOST else values
+            return () if len(value) > MOST else values
         if isinstance(value, _TABLES):
             self._tables.append((value, _entries(value)))
         elif undo := _undo_of(value):

@@ -309,7 +309,7 @@ def copy_fits(root: nn.Module, device: torch.device) -> bool:
 
 
 def copy_to_verify(run: Run) -> PlainModule | None:
-    """The plain model, in the process of the last stage. Collective.
+    """The plain model, in the process of the last stage; in one process `Verifier` makes it. Collective.
 
     If it would be too large, the run compares unit by unit; if none can be made, nothing.
     """
@@ -318,7 +318,7 @@ def copy_to_verify(run: Run) -> PlainModule | None:
         try:
             if run.options.verify == FIRST and not copy_fits(run.root, run.options.device):
                 why = _TOO_LARGE
-            else:
+            elif place.world.distributed or run.options.verify != FIRST:  # an error is then told before the first batch
                 plain = PlainModule(run.root, run.options.loss_fn, given=run.options.model is None)
         except NotVerifiableError as error:
             if run.options.verify != FIRST:

@@ -63,7 +63,7 @@ class Verifier:
         self, state: State, plain: PlainModule | UnitsBeside | None, *, regions: Regions | None, evaluation: Evaluation
     ) -> None:
         self._run = run = state.run
-        self._plain = self._fresh = plain if isinstance(plain, PlainModule) else None
+        self._plain = plain if isinstance(plain, PlainModule) else None
         self._units = plain if isinstance(plain, UnitsBeside) else None
         self._regions = regions
         self._training = state.training
@@ -73,7 +73,7 @@ class Verifier:
         self._parts = state.ownership.model
         self._collectives = run.collectives
         self._options = run.options
-        self._is_new = False  # whether the copy was made in this call, as all of the model is now
+        self._is_alone = not run.layout.place.world.distributed  # the user's code may change the model between batches
         self._tolerance = 0.0
         self.owes_evaluation = False  # whether a batch is still to be compared in evaluation mode
 
@@ -84,15 +84,10 @@ class Verifier:
             give_back(self._options.device)
         return found
 
-    def copy_again(self) -> None:
-        """Copy the model again for the next batch: in one process the user's code may have changed it since."""
-        self._fresh = None
-
     def _verified(self, given: Given, *, evaluates: bool) -> Verification:
         self._options.require_loss()
-        if not self._run.layout.place.world.distributed:
-            self._is_new = self._fresh is None
-            self._plain, self._fresh = self._fresh or self._copy(), None
+        if self._is_alone:
+            self._plain = self._copy()
         elif not self._run.verifies:
             raise NotVerifiableError(
                 "verify: each process has freed the other stages' weights, so that none can run the plain module. "
@@ -170,7 +165,7 @@ class Verifier:
     def verify_evaluation(self, given: Given) -> None:
         """Verifies the first evaluation, if no verified batch had one. In one process."""
         self._training.drain()
-        plain, weights, self._is_new = self._copy(), self._ownership.full_state_dict(self._collectives), True
+        plain, weights = self._copy(), self._ownership.full_state_dict(self._collectives)
         parts = given.copied().on(self._options.device).cut(self._evaluation.num_microbatches(given))
         with untouched(self._parts.root, device=self._options.device):
             outputs = self._evaluation.columns(given.copied())
@@ -202,7 +197,7 @@ class Verifier:
         """Context with weights and buffers in the plain module; gives a Watch and copies of the buffers."""
         plain.load(weights, self._options.device)
         buffers = plain.set_buffers({name: before for name, (before, _) in moved.items()})
-        if not self._is_new:
+        if not self._is_alone:
             plain.follow(is_divided=self._regions is not None or self._run.layout.place.expert[1] > 1)
         with untouched(plain.root, plain.loss_fn, device=self._options.device) as kept:  # hooks are the user's modules'
             yield Watch(plain.root, kept), buffers

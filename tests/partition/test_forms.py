@@ -316,6 +316,10 @@ REMEMBERED: dict[str, Callable[[Tensor, Tensor], Any]] = {
     ),
     "attention": lambda x, n: F.scaled_dot_product_attention(*[x.view(1, 2, 3, 4)] * 3, is_causal=True),
     "batch norm": lambda x, n: F.batch_norm(x, n[0].clone(), n[1].clone().abs(), training=True),
+    "viewed": lambda x, n: (x.view(-1), x.t().view(x.t().shape), x[:, ::2].view(-1, 1), torch.tensor(3).view(1).item()),
+    "wanting a gradient or not": lambda x, n: [
+        (y * 2, y.view(24), y.t(), F.pad(y, (1, 1)), y.split(2), F.layer_norm(y, y.shape)) for y in (n, x, n)
+    ],
     "without a graph": lambda x, n: torch.no_grad()(lambda: (x * 2, x[0], x.relu()))(),
 }
 
