@@ -134,8 +134,8 @@ def stage_seconds(
     links: tuple[float, ...] | None = None,
     around: tuple[range, range] | None = None,
 ) -> float:
-    """The formulas of `solve.dynamic`, device by device; devices count from the end of the pipeline. With the devices of
-    the stages after and before, `around`, messages are as slow as the slowest to those that share a microbatch."""
+    """The formulas of `solve.dynamic`, device by device; devices count from the end of the pipeline. With devices of
+    the stages after and before, `around`, messages are as slow as the slowest that share a microbatch."""
     own = [node for node in profile.nodes if node.name in cut[1] - cut[0]]
     r, e, M = len(devices), devices.stop, num_microbatches
     share = 1 / r if M is None else math.ceil(M / r) / M
