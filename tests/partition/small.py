@@ -1,7 +1,5 @@
 """Small random profiles, and a partitioner that tries everything: nothing is shared with the code under test."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Unequal devices, against all orders of them.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

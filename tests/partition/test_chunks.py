@@ -1,7 +1,5 @@
 """Cuts, of sequences and of graphs, against all subsets; of S = P V stages: every way, neighbours, level ranks."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations, pairwise
 from pathlib import Path

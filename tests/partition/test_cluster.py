@@ -1,7 +1,5 @@
 """Clusters and their links: levels, the short form, JSON, speeds of hosts, seconds of messages and sums."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 `partition`: from a profile and a cluster to a plan.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

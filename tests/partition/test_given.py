@@ -1,7 +1,5 @@
 """Plans that are given: what the planner said of its own, and what nobody planned."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """PipeDream's figures, reproduced, and its profile text."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

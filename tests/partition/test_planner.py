@@ -1,7 +1,5 @@
 """The planner in plain cases: decisions, refusals, reasons, work counted in steps, and one test per past fault."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from dataclasses import replace

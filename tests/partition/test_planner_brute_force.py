@@ -1,7 +1,5 @@
 """The planner against everything that can be done by hand, simulated: it is never worse."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

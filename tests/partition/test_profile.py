@@ -1,7 +1,5 @@
 """Profiles: JSON, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

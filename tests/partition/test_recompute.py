@@ -1,7 +1,5 @@
 """Recomputation of whole stages, by layer and selectively: what is kept, what is made again, what it costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -3,8 +3,6 @@
 Long batches that a short one stands for: the same seconds as all of the batch simulated.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is alive: one count for the checker, timelines and the planner; and memory over time, at every moment."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import pairwise, product

@@ -1,7 +1,5 @@
 """Schedules made for costs and memory: what was published of them, what they must not exceed, and mistakes."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The checker: it accepts what the graph of actions lets end, and says where and why not; lowered programs end, too."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

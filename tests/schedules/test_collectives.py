@@ -1,7 +1,5 @@
 """Sums of shared gradients in programs: where they stand, that ranks agree on their order, what they cost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

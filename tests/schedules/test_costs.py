@@ -3,8 +3,6 @@
 The lower bound: never above what any order reaches, and reached by the best order of small cases.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Links: messages that queue, network cards, sums; against cases by hand and a slow simulator."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Lowering: sends, receives posted ahead, and what an arrival proves."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Schedules whose batches overlap: versions, staleness, memory and speed, against papers and slow recurrences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Replicated stages: round-robin microbatches, sums, links that keep their order; without dead ranks."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

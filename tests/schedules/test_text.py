@@ -1,7 +1,5 @@
 """Actions and schedules as text: CSV, JSON and grids; what a Schedule refuses to be."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Times of ranks by cause, and inputs as measured steps show them.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

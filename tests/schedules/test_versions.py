@@ -1,7 +1,5 @@
 """Weight versions: derived from the updates in the program, then compared with the rule."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 So it is where the placement is left open, and with a schedule for each batch of unequal microbatches.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator
