@@ -11,8 +11,6 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.inside import MOVE_OPS, Processor, ScheduleWiring, Taken, own_durations, replicate, run_as_one
 from support.replay_cases import cases
 from support.sizes import fitting
@@ -34,7 +32,7 @@ from stagewright.schedules import (
     simulate,
 )
 
-from .random_schedules import by_hand, quarters, schedules_with_costs, steady, with_updates
+from .random_schedules import by_hand
 
 
 def test_backward_is_twice_the_forward_unless_given() -> None:
@@ -297,18 +295,6 @@ def rate_of(taken: list[tuple[float, float, float]], start: float, end: float) -
     for a, b in pairwise(moments):
         left += (b - a) * (1 - max((share for x, y, share in taken if x < (a + b) / 2 < y), default=0.0))
     return left
-
-
-@pytest.mark.thorough
-@steady
-@given(schedules_with_costs(), st.none() | quarters, st.integers(2, 3))
-def test_no_order_beats_it(case: tuple[Schedule, Costs], norm: float | None, batches: int) -> None:
-    schedule, costs = case
-    cases = [(schedule, costs), (schedule, replace(costs, norm=norm))]
-    if any(action.op is not Op.F for program in schedule.programs for action in program):
-        cases.append((with_updates(schedule, batches), costs))
-    for order, each in cases:
-        assert lower_bound(order, each) <= simulate(order, each).makespan
 
 
 def orders(stages: Sequence[int], num_microbatches: int, ops: str) -> Iterator[tuple[Action, ...]]:

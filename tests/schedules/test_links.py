@@ -134,6 +134,7 @@ def test_no_order_beats_the_bound(case: tuple[Schedule, Costs, Links], norm: flo
     bound = lower_bound(schedule, costs, links)
     assert bound <= simulate(schedule, costs, links).makespan
     assert bound >= lower_bound(schedule, costs, replace(links, sums=())) >= lower_bound(schedule, costs)
+    assert lower_bound(schedule, costs) <= simulate(schedule, costs).makespan
 
 
 # --- by hand ---

@@ -12,14 +12,13 @@ from stagewright.schedules import Costs, MemoryLimitError, synthesize
 
 from ..test_costs import orders
 from . import cp_sat
-from .instances import COUNT, pose, published, random_problem, request
-from .make_optima import read
+from .instances import COUNT, pose, published, random_problem, read_optima, request
 
 
 @pytest.mark.thorough
 def test_never_above_the_optimum_of_300_random_instances() -> None:
     """The optima are CP-SAT's; three in four are met."""
-    optima = read()
+    optima = read_optima()
     assert len(optima) == COUNT
     tight = 0
     for number, optimum in enumerate(optima):
@@ -140,4 +139,4 @@ def test_all_orders_of_two_by_two(objective: str, limit: float | None, factors: 
 def test_the_committed_optima_are_proven(numbers: range) -> None:
     for number in numbers:
         found = cp_sat.solve(random_problem(number), seconds=400)
-        assert (found.proven, found.value) == (True, read()[number]), number
+        assert (found.proven, found.value) == (True, read_optima()[number]), number
