@@ -221,13 +221,11 @@ def test_no_time_leaves_the_first_order(name: str) -> None:
     ("options", "message"),
     [
         ({"memory_limit": 0.5}, r"memory_limit=0.5: no order can meet it, .* expected at least [12]$"),
-        ({"memory_limit": -3}, r"memory_limit=-3: no order can meet it, .* expected at least [12]$"),
         ({"memory_limit": float("nan")}, r"memory_limit=nan: no order"),
         ({"memory_limit": "8"}, r"memory_limit='8': expected a number"),
         ({"kept": 1.5}, r"kept=1.5: expected the part of an activation"),
         ({"costs": {"forward": 1}}, r"costs=.*: expected Costs\(forward=..., input_grad=..., "),
         ({"costs": Costs(forward=0.0, backward=2.0)}, r"costs with forward=0: expected more than 0 seconds"),
-        ({"costs": Costs(input_grad=1.0, weight_grad=0.0)}, r"costs with weight_grad=0: expected more than 0 seconds"),
         ({"costs": Costs(forward=[1.0, 2.0])}, r"forward has 2 numbers for [36] stages"),
         ({"memory": 8}, r"has no option memory: its options are costs, kept, memory_limit"),
     ],

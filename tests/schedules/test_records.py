@@ -288,13 +288,6 @@ def test_a_missing_file_is_an_empty_row(tmp_path: Path) -> None:
     assert note.startswith("nothing of rank 1: expected trace.rank1.jsonl next to ")
 
 
-def test_a_process_that_was_killed_has_fewer_steps(tmp_path: Path) -> None:
-    write(tmp_path, {0: (3, 23, 43), 1: (3,), 2: (3, 23, 43)})
-    traces = read(tmp_path)
-    assert [timeline.missing for _, timeline in traces.steps] == [(), (1,), (1,)]
-    assert traces.notes == (f"nothing of rank 1 in steps 23, 43: {tmp_path}/trace.rank1.jsonl ends with step 3",)
-
-
 def test_a_run_that_goes_on_has_each_step_once(tmp_path: Path) -> None:
     """Steps behind the checkpoint are run again; those of the first start do not count, nor are the two mixed."""
     write(tmp_path, {0: (3, 23, 43), 1: (3, 23), 2: (3, 23, 43)})

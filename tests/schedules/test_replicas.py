@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import Sharing, defer_updates, derive_versions, replicate, schedule_without
+from support.inside import Sharing, defer_updates, replicate, schedule_without
 
 from stagewright.schedules import (
     Action,
@@ -128,14 +128,6 @@ def test_replicas_under_2bw_with_any_number_of_microbatches(replicas: tuple[int,
 def test_replicas_run_no_further_ahead_than_the_stage_in_front_of_them() -> None:
     """Two microbatches of each of two replicas are four, which the first stage makes behind a backward of theirs."""
     check(build("2bw", num_ranks=3, num_microbatches=4, replicas=(1, 2), warmup=[2, 2]))
-
-
-@pytest.mark.parametrize("replicas", REPLICAS, ids=str)
-def test_replicas_with_vertical_sync(replicas: tuple[int, ...]) -> None:
-    schedule = build("pipedream", num_ranks=sum(replicas), num_microbatches=6, replicas=replicas, vertical_sync=True)
-    check(schedule)
-    used = derive_versions(schedule).used
-    assert all(version == used[0, k] for (_, k), version in used.items())
 
 
 def test_a_replica_updates_once_a_group_by_default() -> None:

@@ -234,12 +234,6 @@ def stashing(*programs: str) -> Schedule:
     return by_hand(*programs, microbatches=1, batches=5, rule="stashing")
 
 
-def test_a_program_by_hand_streams() -> None:
-    schedule = stashing(AHEAD, LAST)
-    assert schedule.programs == build("pipedream", num_ranks=2, num_microbatches=1, num_batches=5).programs
-    assert make_stream(schedule, sharing=NOTHING).unrolled(5) == schedule
-
-
 @pytest.mark.parametrize(
     ("programs", "rank"),
     [

@@ -297,11 +297,6 @@ def test_cells_are_as_wide_as_the_widest() -> None:
     )
 
 
-def test_updates_take_no_cell() -> None:
-    schedule = by_hand("0F0 0B0 0U0 0F1 0I1 0W1 0U1", microbatches=1, batches=2)
-    assert schedule.grid() == "rank 0 | F0 B0 F1 I1 W1"
-
-
 # --- files ---
 
 
