@@ -153,12 +153,6 @@ def test_units_tuples_and_what_is_left_out(tmp_path: Path) -> None:
     assert profile.origin == "published"
 
 
-def test_a_published_profile() -> None:
-    profile = read_pipedream_profile(DATA / "vgg16.txt")
-    assert len(profile.nodes) == 40
-    assert sum(node.seconds for node in profile.nodes) == pytest.approx(0.672535)
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -33,6 +33,8 @@ from support.sizes import fitting
 from stagewright.partition import Cluster, GivenStage, Node, Plan, Profile, evaluate, partition, plan
 from stagewright.schedules import FAMILIES, Costs, Timeline, build, simulate
 
+from . import small
+
 SLOW = Cluster.parse("4:net=10B/s@0.25s")
 NODES = tuple(
     Node(
@@ -211,9 +213,7 @@ NEAR = st.sampled_from([1.0, 1 + 2.0**-10, 1 - 2.0**-12, 1 + 2.0**-20, 3.0])  # 
 
 
 def configuration(schedule: str, P: int, V: int, M: int) -> Configuration:
-    return Configuration(
-        pipeline=P, data=1, tensor=1, schedule=schedule, num_chunks=V, microbatch_size=1, num_microbatches=M
-    )
+    return small.configuration(pipeline=P, schedule=schedule, num_chunks=V, num_microbatches=M)
 
 
 FLUSH = [each for each in FAMILIES.values() if each.full_after is not None and not each.rule.is_asynchronous]

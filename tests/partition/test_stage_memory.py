@@ -82,12 +82,6 @@ def test_memory_of_each_stage_at_the_peak() -> None:
     assert (held(second).activations, held(second).workspace) == (2000, 8 + 100)
 
 
-def test_versions_of_the_weights_count() -> None:
-    assert [held(stage).parameters for stage in stages(2, schedule="pipedream")] == [40, 20]
-    assert [held(stage).parameters for stage in stages(2, schedule="2bw")] == [40, 40]
-    assert [held(stage).parameters for stage in stages(2, schedule="paci")] == [20, 20]
-
-
 def test_one_stage_sends_nothing() -> None:
     (only,) = stages(1, schedule="1f1b")
     assert held(only).communication == 0
