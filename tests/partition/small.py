@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -66,6 +66,35 @@ def configuration(**sizes: Any) -> Configuration:
     """Four microbatches of 1F1B on a pipeline of two, unless they are said to be others."""
     usual: dict[str, Any] = {"pipeline": 2, "data": 1, "tensor": 1, "schedule": "1f1b"}
     return Configuration(**usual | {"num_chunks": 1, "microbatch_size": 1, "num_microbatches": 4} | sizes)
+
+
+@dataclass(frozen=True)
+class OverTensors:
+    """A profile, and what one of several tensor ranks has of it: more than its part of the seconds."""
+
+    whole: Profile
+    more: float
+    sizes: tuple[int, ...] = (1, 2, 4)
+
+    def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
+        assert microbatch_size == 1
+        factor = (self.more if tensor > 1 else 1.0) / tensor
+        nodes = (
+            replace(
+                node,
+                forward_seconds=node.forward_seconds * factor,
+                backward_seconds=node.backward_seconds * factor,
+                parameter_bytes=node.parameter_bytes / tensor,
+                stash_bytes=node.stash_bytes / tensor,
+                update_seconds=node.update_seconds / tensor,
+            )
+            for node in self.whole.nodes
+        )
+        tied = tuple((names, shared / tensor) for names, shared in self.whole.tied)
+        return replace(self.whole, nodes=tuple(nodes), tied=tied, tensor=tensor)
+
+    def tensor_sizes(self, limit: int) -> list[int]:
+        return [size for size in self.sizes if size <= limit]
 
 
 def down_sets(profile: Profile) -> list[frozenset[str]]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
-from support.inside import LinkLevel, Lister, Objective, Problem, advance, chain, first_policies, place
+from support.inside import LinkLevel, Lister, Objective, Problem, advance, chain, first_policies
 from support.inside import SynthesisEvaluateEvaluator as Evaluator
 
 from stagewright.schedules import (
@@ -128,14 +128,6 @@ def test_memory_is_freed_in_part_behind_the_input_gradient() -> None:
     # Rank r defers r W: 3 whole activations at once on rank 0; 2 and one quarter; 1 and two quarters.
     evaluator = Evaluator(problem)
     assert evaluator.peaks(evaluator.orders(schedule)) == [24.0, 18.0, 24.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "chunks", "expected"),
-    [("plain", None, ((0,), (1,))), ("cyclic", 3, ((0, 2, 4), (1, 3, 5))), ("v", None, ((0, 3), (1, 2)))],
-)
-def test_placements_by_name(name: str, chunks: int | None, expected: object) -> None:
-    assert place(name, num_ranks=2, num_chunks=chunks) == expected
 
 
 @pytest.mark.parametrize(
