@@ -1,5 +1,7 @@
 """The inner loop of the search against the simulator, to the last bit, and the checker's count of activations."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
 from random import Random
