@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from support.inside import (
-    Configuration,
     DeviceModel,
     SearchSpace,
     Transformer,
@@ -86,13 +85,6 @@ def test_bad_sources() -> None:
         plan({2: chain(4)}, FOUR, global_batch=8)
     with pytest.raises(ValueError, match="source of type str"):
         plan("profile.json", FOUR, global_batch=8)  # type: ignore[arg-type]
-
-
-def test_labels() -> None:
-    plain = {"schedule": "1f1b", "num_chunks": 1, "microbatch_size": 2, "num_microbatches": 8}
-    assert Configuration(pipeline=2, data=1, tensor=4, **plain).label() == "pipe 2 x tensor 4, 1f1b, microbatch 2"  # type: ignore[arg-type]
-    unequal = Configuration(pipeline=2, data=3, tensor=1, ranks=((0, 1, 2), (3,)), **plain)  # type: ignore[arg-type]
-    assert unequal.label() == "stages on 3-1, 1f1b, microbatch 2"
 
 
 def test_a_schedule_that_refuses_some_sizes_does_not_end_the_search() -> None:
@@ -367,12 +359,6 @@ def test_the_order_in_which_nodes_are_listed_does_not_matter(names: tuple[str, .
         assert each.seconds(Op.F) == pytest.approx(
             [len(stage.nodes) / speed for stage, speed in zip(each.stages, slowest, strict=True)]
         )
-
-
-def test_the_gap_of_the_bottleneck_is_called_so() -> None:
-    found = plan(chain(3), Cluster.from_levels([(2, 1e9)]), global_batch=3)
-    assert "the least bottleneck of any plan is at least" in found.explain().replace("\n  ", " ").splitlines()[1]
-    assert "above the least possible" not in " ".join(found.explain().split())
 
 
 def test_a_batch_that_nobody_can_simulate_is_refused_at_once() -> None:
