@@ -138,7 +138,6 @@ def test_cuts_know_that_a_stage_between_others_has_twice_the_messages() -> None:
 
 
 def test_the_search_for_an_order_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gains hold with them: in the search, and where the order found is simulated."""
     searched: list[Costs] = []
 
     def search(*, costs: Costs, **options: Any) -> Synthesis:

@@ -235,7 +235,6 @@ ROUTED = replace(FEW, experts=4, top_k=2)
 
 
 def test_parameters_of_published_models() -> None:
-    """To the unit, as their weights are counted."""
     gpt2 = Transformer(layers=12, hidden=768, heads=12, vocabulary=50257, length=1024)
     assert gpt2.num_parameters == 124_439_808
     assert replace(gpt2, head="untied").num_parameters == 124_439_808 + 50257 * 768

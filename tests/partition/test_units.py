@@ -192,7 +192,6 @@ def test_arguments_are_refused_where_a_forward_does_not_take_them() -> None:
 
 
 def test_stages_need_not_be_contiguous() -> None:
-    """A tower a stage, though the graph runs them in turn."""
     model, inputs = Towers(), (torch.randn(2, 4), torch.randn(2, 4))
     stages = {"left.0": 0, "left.1": 0, "right.first": 1, "right.second": 1, "head": 2}
     found = run_in_stages(record(model, *inputs), stages, *inputs)

@@ -90,7 +90,6 @@ def test_an_order_in_figures_holds_what_its_programs_hold() -> None:
 
 
 def test_the_corners_among_the_moments_are_the_fullest_whatever_a_microbatch_takes() -> None:
-    """Against every action of the programs, with bytes that differ by chunk."""
     draw = np.random.default_rng(0)
     for P, V, M in ((3, 2, 7), (2, 3, 6), (4, 3, 12)):
         schedule = build("interleaved", num_ranks=P, num_microbatches=M, num_chunks=V)

@@ -52,7 +52,6 @@ def curve(*fast: float) -> list[object]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("row", curve(1.125, 1.25, 1.875))
 def test_published_bubbles_over_memory(row: dict[str, float]) -> None:
-    """At or below the authors' search for each limit."""
     costs = Costs(forward=2 * 14.407, input_grad=2 * 14.380, weight_grad=2 * 9.676, latency=1.610)
     sizes = {"num_ranks": 16, "num_microbatches": 48, "memory_limit": 16 * row["limit"]}
     schedule = build("zb-2p", **sizes, costs=costs, kept=part_kept(5120, 40))
@@ -134,7 +133,6 @@ def test_the_unit_of_the_costs_decides_nothing(name: str, limit: int) -> None:
 @steady
 @given(st.data())
 def test_zb_v_is_no_worse_than_the_blocks_that_fit(data: st.DataObject) -> None:
-    """Whatever the sizes, costs and limit."""
     P, M = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 20))
     F, I, W = (data.draw(st.integers(1, 12)) / 4 for _ in range(3))
     costs = Costs(forward=F, input_grad=I, weight_grad=W, latency=data.draw(st.sampled_from([0.0, 0.25, 4.0])))
@@ -152,7 +150,6 @@ def test_zb_v_is_no_worse_than_the_blocks_that_fit(data: st.DataObject) -> None:
 @steady
 @given(st.data())
 def test_any_costs_and_limits(data: st.DataObject) -> None:
-    """Complete, within the limit, and no better than what is possible at all."""
     name = data.draw(st.sampled_from(AUTOMATIC))
     P, M = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
     chunks = 2 if name == "zb-v" else 1

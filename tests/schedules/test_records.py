@@ -185,7 +185,6 @@ def test_what_was_under_way_while_the_receiver_computed_is_not_the_links_time() 
 @pytest.mark.thorough(but=["1f1b"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "2bw"])
 def test_every_analysis_copes_with_what_is_missing_and_with_clocks_apart(name: str) -> None:
-    """Nothing raises, and nothing takes less than no time."""
     schedule = build(name, num_ranks=4, num_microbatches=4)
     course = make_calls(schedule, sharing=NOTHING_SHARED) if schedule.is_asynchronous else None
     simulated = simulate(schedule if course is None else course.stream.unrolled(3), Costs(latency=0.25, update=0.5))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import Sharing, defer_updates, replicate, schedule_without
+from support.inside import Sharing, Transfer, defer_updates, replicate, schedule_without
 
 from stagewright.schedules import (
     Action,
@@ -25,7 +25,8 @@ from stagewright.schedules import (
 )
 
 from .random_schedules import ASYNC
-from .reference import FREE, Run, delivered
+from .reference import FREE, Run
+from .test_check import ends
 
 # Stages with as many times the work as they have ranks.
 REPLICAS = [(2, 1), (1, 2), (3, 1), (2, 1, 1), (1, 2, 1), (2, 2), (1, 1, 3)]
@@ -50,10 +51,12 @@ def test_replicas(name: str, replicas: tuple[int, ...], M: int) -> None:
     groups = tuple(ranks_of for ranks_of in owners if len(ranks_of) > 1)
     lowered = lower(schedule, sharing=Sharing(loss=True, norm=True, sums=groups))
     check_lowered(lowered)
-    for (src, dst), messages in delivered(lowered).items():
-        for kind in {message.kind for message in messages}:
-            order = [message.index for message in messages if message.kind is kind]
-            assert order == sorted(set(order)), f"{kind} from rank {src} to rank {dst}"
+    assert ends(lowered.programs)
+    for program in lowered.programs:
+        sent = [step for step in program.steps if isinstance(step, Transfer) and step.is_send]
+        for key in {(step.peer, step.message.kind) for step in sent}:
+            order = [step.message.index for step in sent if (step.peer, step.message.kind) == key]
+            assert order == sorted(set(order)), f"{key} from rank {program.rank}"
 
 
 def in_proportion(replicas: tuple[int, ...]) -> Costs:

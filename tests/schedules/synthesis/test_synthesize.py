@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 from support.grids import nightly
-from support.inside import Budget, Lister, Objective, OrderingSearch, SlideSearch, changed, first_policies
+from support.inside import Budget, Lister, Objective, OrderingSearch, SlideSearch, Synthesis, changed, first_policies
 from support.inside import SynthesisEvaluateEvaluator as Evaluator
 from support.inside import bounds_least_seconds as least_seconds
 
@@ -53,14 +53,21 @@ def test_no_named_schedule_that_fits_the_memory_is_better(
             assert limit is None or max(found.timeline.peak_activations) <= limit
             assert found.value == getattr(found.timeline, objective) >= found.lower_bound * (1 - 1e-12)
             check(found.schedule)
-            for schedule in named(4, num_microbatches, num_chunks):
-                if schedule.placement != found.schedule.placement:
-                    continue
-                timeline = simulate(schedule, costs)
-                if limit is None or max(timeline.peak_activations) <= limit:
-                    ran += 1
-                    assert found.value <= getattr(timeline, objective), schedule.name
+            ran += num_no_better(found, named(4, num_microbatches, num_chunks), limit or 99, objective)
     assert ran >= 4
+
+
+def num_no_better(
+    found: Synthesis, named: list[Schedule], limit: float, objective: Objective, links: Links | None = None
+) -> int:
+    """How many of the named schedules are on its placement and fit; none of them is better."""
+    ran = 0
+    for schedule in named:
+        other = simulate(schedule, found.costs, links) if schedule.placement == found.schedule.placement else None
+        if other is not None and max(other.peak_activations) <= limit:
+            ran += 1
+            assert found.value <= getattr(other, objective), schedule.name
+    return ran
 
 
 @pytest.mark.thorough
@@ -90,13 +97,7 @@ def test_links_that_queue_leave_no_named_schedule_ahead(evaluations: int) -> Non
         assert found.value == timeline.makespan == found.history[-1].value
         assert found.value >= found.lower_bound * (1 - 1e-12)
         assert max(timeline.peak_activations) <= 8 * V
-        ran = 0
-        for schedule in named(4, 6, V):
-            other = simulate(schedule, costs, links) if schedule.placement == found.schedule.placement else None
-            if other is not None and max(other.peak_activations) <= 8 * V:
-                ran += 1
-                assert found.value <= other.makespan, schedule.name
-        assert ran >= 2
+        assert num_no_better(found, named(4, 6, V), 8 * V, "makespan", links) >= 2
 
 
 def assert_at_or_below(point: dict[str, str], **budget: float) -> None:
