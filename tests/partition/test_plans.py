@@ -59,11 +59,6 @@ def test_json_there_and_back() -> None:
     assert bare.bubble == pytest.approx(1 - 0.006 / 0.008)
 
 
-def test_figures() -> None:
-    assert (PLAN.replicas, PLAN.gap) == ((3, 1), 1.0)
-    assert PLAN.memory_bytes == {0: 2e9, 1: 2e9, 2: 2e9, 3: 2e9}
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
