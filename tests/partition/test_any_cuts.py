@@ -15,14 +15,7 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import (
-    EvenCosts,
-    Topology,
-    UnevenLayouts,
-    device_orders,
-    level_orders,
-    node_orders,
-)
+from support.inside import EvenCosts, Topology, UnevenLayouts, device_orders, level_orders, node_orders
 from support.inside import dynamic as dynamic_module
 
 from stagewright.partition import Cluster, DeviceKind, GivenStage, Level, Node, Plan, Profile, evaluate, partition, plan

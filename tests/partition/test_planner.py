@@ -7,13 +7,7 @@ from itertools import permutations
 from typing import Any
 
 import pytest
-from support.inside import (
-    DeviceModel,
-    SearchSpace,
-    Transformer,
-    TransformerSource,
-    in_all_orders,
-)
+from support.inside import DeviceModel, SearchSpace, Transformer, TransformerSource, in_all_orders
 
 from stagewright.partition import Cluster, DeviceKind, GivenStage, Level, Node, Plan, Profile, evaluate, partition, plan
 from stagewright.schedules import Costs, Op, build, simulate

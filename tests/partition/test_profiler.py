@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import (
-    GPT,
-    TINY_WIDTH,
-    AttentionCalls,
-    GPTConfig,
-    SleepingStage,
-    profile_model,
-)
+from support.inside import GPT, TINY_WIDTH, AttentionCalls, GPTConfig, SleepingStage, profile_model
 from torch import Tensor, nn
 
 from stagewright import deferred

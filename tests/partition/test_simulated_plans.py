@@ -158,12 +158,16 @@ def test_costs_and_links_that_cannot_be(change: Callable[[dict[str, Any]], None]
         Plan.from_json(edited(change, data_sizes=(1,)), source="p.json")
 
 
+def varied() -> Plan:
+    spreads = [("a", 1.0, 0.1), ("b", 3.0, 0.02), ("c", 4.0, 0.3)]
+    nodes = [Node(name=n, forward_seconds=f, backward_seconds=2 * f, spread=s) for n, f, s in spreads]
+    links = Cluster.parse("2:net=1TB/s")
+    return plan(Profile(nodes=nodes), links, global_batch=4, data_sizes=(1,), schedules=("1f1b",))
+
+
 def test_a_plan_varies_as_the_actions_of_its_profile() -> None:
     """Stages by the seconds of their nodes; the range stands in what `explain` says, in JSON and in what is drawn."""
-    nodes = [Node(name=n, forward_seconds=f, backward_seconds=2 * f, spread=s) for n, f, s in SPREADS]
-    found = plan(
-        Profile(nodes=nodes), Cluster.parse("2:net=1TB/s"), global_batch=4, data_sizes=(1,), schedules=("1f1b",)
-    )
+    found = varied()
     assert [stage.spread for stage in found.stages] == [pytest.approx((1 * 0.1 + 3 * 0.02) / 4), 0.3]
     again = Plan.from_json(found.to_json())
     assert again == found
@@ -185,16 +189,10 @@ def test_large_plans_vary_too_as_far_as_their_actions_can_be_simulated(monkeypat
     monkeypatch.setattr(
         f"{sampled.__module__}.simulate_spread", lambda schedule, *_: sizes.append(len(schedule.owners))
     )
-    nodes = [Node(name=n, forward_seconds=f, backward_seconds=2 * f, spread=s) for n, f, s in SPREADS]
-    found = plan(
-        Profile(nodes=nodes), Cluster.parse("2:net=1TB/s"), global_batch=4, data_sizes=(1,), schedules=("1f1b",)
-    )
+    found = varied()
     for num_microbatches, known in ((2_500, 1), (26_000, 2), (27_000, 2)):
         sampled(replace(found, num_microbatches=num_microbatches))
         assert len(sizes) == known
-
-
-SPREADS = [("a", 1.0, 0.1), ("b", 3.0, 0.02), ("c", 4.0, 0.3)]
 
 
 # Sums of these are exact: ties between messages on a link stay ties.

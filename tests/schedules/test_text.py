@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 from hypothesis import assume, given
@@ -85,19 +84,12 @@ CSV = """\
 """
 
 
-def table(text: str) -> str:
-    """A table drawn with spaces, as CSV."""
-    lines = dedent(text).strip().splitlines()
-    return "".join(",".join("" if c == "." else c for c in line.split()) + "\n" for line in lines)
-
-
 # --- CSV ---
 
 
 def test_csv() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=3)
     assert schedule.to_csv() == CSV
-    assert table("0F0 0F1 . 0B0 0F2 0B1 . 0B2\n. 1F0 1B0 1F1 1B1 1F2 1B2 .") == CSV
     again = Schedule.from_csv(CSV, name="1f1b")
     assert again == schedule
 
