@@ -331,21 +331,6 @@ def test_a_number_goes_round_a_flat_ring_hop_by_hop() -> None:
     assert by_levels.small_sum(range(4)) == pytest.approx(2 * 1e-4 + 2 * 4e-3)
 
 
-@pytest.mark.parametrize("number", [2, 3, 5])
-def test_latency_is_that_of_empty_sums_and_no_sum_has_fewer_seconds_a_byte(number: int) -> None:
-    """On a long and fast link segments wait, which takes more, less of it where two sums are under way."""
-    for bandwidth, waits in ((1e9, True), (1e7, False)):
-        level = Level(name="net", size=number, bandwidth=bandwidth, latency=1e-3, reduce_latency=4e-3)
-        topology = Topology(Cluster(levels=(level,), rings="flat"))
-        ring = topology.ring(range(number))
-        assert ring.seconds(0.0) == ring.latency == 2 * (number - 1) * 4e-3
-        assert topology.ring_of_ranges(0, number - 1, 1.0) == pytest.approx(ring.seconds_a_byte)
-        one, two, more = (ring.seconds(1e15, number=at_once) / 1e15 for at_once in (1, 2, 6))
-        assert more == pytest.approx(two)
-        assert one >= two >= ring.seconds_a_byte * (1 - 1e-12)
-        assert (two > 1.1 * ring.seconds_a_byte) == waits
-
-
 @pytest.mark.thorough
 @settings(max_examples=300, deadline=None)
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())

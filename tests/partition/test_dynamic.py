@@ -175,15 +175,6 @@ def test_fifteen_and_one_for_vgg_on_four_by_four() -> None:
     assert sorted(named) == sorted(node.name for node in profile.nodes)
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
-def test_without_a_flush_the_steady_state_counts(schedule: str) -> None:
-    plan = partition(
-        small.chain(2), Cluster.from_levels([(2, 1e9)]), num_microbatches=4, schedule=schedule, straight=True
-    )
-    assert plan.simulated_step_time == 12.0
-    assert plan.simulated_bubble == 0.0
-
-
 def test_idle_devices_are_the_last_groups() -> None:
     profile = small.chain(1)
     flat = partition(profile, Cluster.from_levels([(4, 1e9)]), straight=True)

@@ -108,20 +108,6 @@ def test_messages_of_a_rank_over_its_own_links_and_over_a_shared_card_overlap() 
     assert evaluator.simulate(choice).simulated_seconds < links.max()
 
 
-def test_a_layout_that_fits_is_not_refused() -> None:
-    """A replica has no gradients while all that it runs is in flight: on a device with as much as it needs, no more."""
-    sizes = {"forward_seconds": 1.0, "backward_seconds": 2.0, "parameter_bytes": 10.0, "stash_bytes": 9.0}
-    profile = Profile(nodes=[Node(name=name, **sizes) for name in "abc"], microbatch_size=1)
-    shape = {"schedule": "1f1b", "microbatch_size": 1, "num_microbatches": 4}
-    for ranks, ends in (((0, 1), (2,)), (0, 2, 3)), (((0,), (1, 2)), (0, 1, 3)):
-        c = configuration(pipeline=2, data=len(ranks[0]), ranks=ranks)
-        evaluator, _ = evaluator_of(profile, Cluster.from_levels([(3, 1.0)]))
-        limit = min(each.memory_bytes for each in evaluator.choices(c, ends, exact=True))
-        evaluator, model = evaluator_of(profile, Cluster.from_levels([(3, 1.0)]), limit=limit)
-        layouts = uneven_layouts(evaluator.topology, model, 0.0, **shape)[0]
-        assert (ranks, ends) in [(c.ranks, ends) for _, c, ends in layouts.in_order_of_bound(math.inf)]
-
-
 @pytest.mark.thorough(but=["2-4"])
 @pytest.mark.parametrize(("size", "M"), [(2, 4), pytest.param(3, 3, marks=pytest.mark.thorough)])
 def test_layouts_with_idle_devices_are_not_refused_where_they_fit(size: int, M: int) -> None:

@@ -1,7 +1,6 @@
 """The planner against everything that can be done by hand, simulated: it is never worse."""
 
 import math
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import LeastSeconds, MemoryRules, Model, Topology
 
-from stagewright.partition import Cluster, Level, Node, Plan, Profile, partition, plan
+from stagewright.partition import Cluster, Level, Node, Plan, Profile, plan
 
 from .by_hand import configurations, fitting_recompute, simulate_plan, step
 from .small import TENTHS, OverTensors, configuration
@@ -170,31 +169,3 @@ def test_what_is_left_out_takes_as_long_as_is_promised_with_tensor_ranks_and_lit
         if not cut_short:
             assert found.simulated_step_time <= least
             assert found.searched.faster_left(found.simulated_step_time) == 0
-
-
-@settings(max_examples=30, deadline=None)
-@given(profile=chains(), batch=st.integers(2, 8), chunks=st.integers(2, 3))
-def test_chunks_of_the_partitioner(profile: Profile, batch: int, chunks: int) -> None:
-    """V stages a rank on a straight pipeline of 2: the best of all cuts."""
-    cluster = Cluster.from_levels([(2, 20.0)])
-    if len(profile.nodes) < 2 * chunks:
-        return
-    found = partition(
-        profile, cluster, schedule="interleaved", num_chunks=chunks, num_microbatches=batch, straight=True
-    )
-    assert found.num_chunks == chunks
-    assert len(found.stages) == 2 * chunks
-    every = [
-        step(
-            profile,
-            cluster,
-            (0, *inner, len(profile.nodes)),
-            schedule="interleaved",
-            pipeline=2,
-            data=1,
-            num_microbatches=batch,
-            shards=1,
-        )
-        for inner in combinations(range(1, len(profile.nodes)), 2 * chunks - 1)
-    ]
-    assert found.simulated_step_time == pytest.approx(min(every), rel=1e-9)

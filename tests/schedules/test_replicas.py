@@ -210,18 +210,6 @@ def test_every_microbatch_runs_once_on_a_living_holder(data: st.DataObject) -> N
     assert orphans
 
 
-def test_the_order_of_one_without_its_peer() -> None:
-    left = schedule_without(mesh("1f1b", 2, 2, microbatches=2), [1])
-    assert left.grid() == "\n".join(
-        [
-            "rank 0 | F0 F1 F2 F3 B0 B1 B2 B3",
-            "rank 1 | .  .  .  .  .  .  .  .",
-            "rank 2 | .  F0 B0 F2 B2 .  .  .",
-            "rank 3 | .  .  F1 B1 F3 B3 .  .",
-        ]
-    )
-
-
 @pytest.mark.thorough(but=["1f1b-options0"])
 @pytest.mark.parametrize(("name", "options"), FAMILIES)
 def test_what_one_death_costs(name: str, options: dict[str, Any]) -> None:
