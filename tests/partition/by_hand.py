@@ -117,6 +117,31 @@ def apart(
     return [round(each, 9) for each in summed], update, ties
 
 
+def sums_of(
+    profile: Profile,
+    cluster: Cluster,
+    places: Sequence[Sequence[int]],
+    held: Sequence[float],
+    shards: Sequence[int],
+) -> tuple[list[float], list[float]]:
+    """By stage, seconds of the sum of its gradients over its ranks, and of the gather of weights updated in parts."""
+    rings, gathers = [], []
+    for members, weights, number in zip(places, held, shards, strict=True):
+        own, updated = (weights * ratio for ratio in (profile.gradient_ratio, profile.gather_ratio))
+        parts = exchange_seconds(cluster, members, own) if number > 1 else 0.0
+        rings.append(parts or sum_seconds(cluster, members, own))
+        gathers.append(exchange_seconds(cluster, members, updated) if number > 1 else 0.0)
+    return rings, gathers
+
+
+def tied_sums(
+    profile: Profile, cluster: Cluster, places: Sequence[Sequence[int]], ties: dict[tuple[int, ...], float]
+) -> list[tuple[tuple[int, ...], float]]:
+    """Seconds of the sums of what stages share, over the ranks of all of them."""
+    every = {stages: sorted({rank for s in stages for rank in places[s]}) for stages in ties}
+    return [(s, sum_seconds(cluster, every[s], size * profile.gradient_ratio)) for s, size in ties.items()]
+
+
 def network(
     pairs: list[list[tuple[int, int]]],
     hops: list[tuple[float, float]],
@@ -173,14 +198,9 @@ def step(
     pairs = [[(here + d, there + d) for d in range(data)] for here, there in pairwise(firsts)]
     every = [[(a * tensor + t, b * tensor + t) for a, b in each for t in range(tensor)] for each in pairs]
     hops = [hop(cluster, each) for each in every]
-    rings, gathers = [], []
     summed, update, ties = apart(profile, own, firsts)
-    for first, weights in zip(firsts, summed, strict=True):
-        members = range(first * tensor, (first + data) * tensor, tensor)
-        own_bytes = weights * profile.gradient_ratio
-        parts = exchange_seconds(cluster, members, own_bytes) if shards > 1 else 0.0
-        rings.append(parts or sum_seconds(cluster, members, own_bytes))
-        gathers.append(exchange_seconds(cluster, members, weights * profile.gather_ratio) if shards > 1 else 0.0)
+    places = [range(first * tensor, (first + data) * tensor, tensor) for first in firsts]
+    rings, gathers = sums_of(profile, cluster, places, summed, [shards] * num_stages)
     forward = [sum(node.forward_seconds for node in stage) for stage in own]
     again = [seconds_again(*each) for each in zip(own, recompute or ["none"] * num_stages, strict=True)]
     backward = [sum(node.backward_seconds for node in stage) for stage in own]
@@ -190,17 +210,7 @@ def step(
         input_grad=[whole / 2 + more for whole, more in zip(backward, again, strict=True)],
         weight_grad=[whole / 2 for whole in backward],
         update=[each / shards for each in update],
-        tied=[
-            (
-                stages,
-                sum_seconds(
-                    cluster,
-                    sorted({(firsts[s] + d) * tensor for s in stages for d in range(data)}),
-                    num_bytes * profile.gradient_ratio,
-                ),
-            )
-            for stages, num_bytes in ties.items()
-        ],
+        tied=tied_sums(profile, cluster, places, ties),
     )
     groups = [[first + d for d in range(data)] for first in firsts]
     return simulate(
@@ -314,14 +324,10 @@ def simulate_plan(profile: Profile, cluster: Cluster, found: Plan) -> float:
     hops = [hop(cluster, each) for each in pairs]
     nodes = {node.name: node for node in profile.nodes}
     held, _, ties = apart(
-        profile, [[nodes[name] for name in stage.nodes] for stage in stages], [e.ranks for e in stages]
+        profile, [[nodes[name] for name in stage.nodes] for stage in stages], [stage.ranks for stage in stages]
     )
-    gathers, rings = [], []
-    for stage, weights in zip(stages, held, strict=True):
-        is_divided, own_bytes = stage.optimizer_shards > 1, weights * profile.gradient_ratio
-        gathers.append(exchange_seconds(cluster, stage.ranks, weights * profile.gather_ratio) if is_divided else 0.0)
-        parts = exchange_seconds(cluster, stage.ranks, own_bytes) if is_divided else 0.0
-        rings.append(parts or sum_seconds(cluster, stage.ranks, own_bytes))
+    places = [stage.ranks for stage in stages]
+    rings, gathers = sums_of(profile, cluster, places, held, [stage.optimizer_shards for stage in stages])
     costs = Costs(
         forward=found.seconds(Op.F),
         backward=found.seconds(Op.B),
@@ -331,15 +337,7 @@ def simulate_plan(profile: Profile, cluster: Cluster, found: Plan) -> float:
             max(0.0, update - seconds - parts)
             for update, seconds, parts in zip(found.update_seconds, rings, gathers, strict=True)
         ],
-        tied=[
-            (
-                each,
-                sum_seconds(
-                    cluster, sorted({r for s in each for r in stages[s].ranks}), num_bytes * profile.gradient_ratio
-                ),
-            )
-            for each, num_bytes in ties.items()
-        ],
+        tied=tied_sums(profile, cluster, places, ties),
     )
     crossing = [output[stage.nodes[-1]] for stage in stages[:-1]]
     groups = [list(stage.ranks) for stage in stages]

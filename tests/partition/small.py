@@ -1,11 +1,9 @@
 """Small random profiles, and a partitioner that tries everything: nothing is shared with the code under test."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -70,6 +68,35 @@ def configuration(**sizes: Any) -> Configuration:
     return Configuration(**usual | {"num_chunks": 1, "microbatch_size": 1, "num_microbatches": 4} | sizes)
 
 
+@dataclass(frozen=True)
+class OverTensors:
+    """A profile, and what one of several tensor ranks has of it: more than its part of the seconds."""
+
+    whole: Profile
+    more: float
+    sizes: tuple[int, ...] = (1, 2, 4)
+
+    def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
+        assert microbatch_size == 1
+        factor = (self.more if tensor > 1 else 1.0) / tensor
+        nodes = (
+            replace(
+                node,
+                forward_seconds=node.forward_seconds * factor,
+                backward_seconds=node.backward_seconds * factor,
+                parameter_bytes=node.parameter_bytes / tensor,
+                stash_bytes=node.stash_bytes / tensor,
+                update_seconds=node.update_seconds / tensor,
+            )
+            for node in self.whole.nodes
+        )
+        tied = tuple((names, shared / tensor) for names, shared in self.whole.tied)
+        return replace(self.whole, nodes=tuple(nodes), tied=tied, tensor=tensor)
+
+    def tensor_sizes(self, limit: int) -> list[int]:
+        return [size for size in self.sizes if size <= limit]
+
+
 def down_sets(profile: Profile) -> list[frozenset[str]]:
     """All sets of nodes that hold what their nodes need."""
     names = [node.name for node in profile.nodes]
@@ -132,8 +159,10 @@ def stage_seconds(
     limit: float = math.inf,
     speeds: tuple[float, ...] | None = None,
     links: tuple[float, ...] | None = None,
+    around: tuple[range, range] | None = None,
 ) -> float:
-    """The formulas of `solve.dynamic`, device by device; devices count from the end of the pipeline."""
+    """The formulas of `solve.dynamic`, device by device; devices count from the end of the pipeline. With devices of
+    the stages after and before, `around`, messages are as slow as the slowest that share a microbatch."""
     own = [node for node in profile.nodes if node.name in cut[1] - cut[0]]
     r, e, M = len(devices), devices.stop, num_microbatches
     share = 1 / r if M is None else math.ceil(M / r) / M
@@ -148,6 +177,10 @@ def stage_seconds(
                 return slowest * (min(links[first : last + 1]) if links is not None and number > 0 else 1.0)
         raise AssertionError
 
+    def slowest(first: range, last: range) -> float:
+        pairs = [(first[::-1][k % len(first)], last[::-1][k % len(last)]) for k in range(len(first) * len(last))]
+        return min(bandwidth(a, b) for a, b in (sorted(pair) for pair in pairs))
+
     compute = sum(node.forward_seconds + node.backward_seconds for node in own) * share
     if speeds is not None:
         compute /= min(speeds[device] for device in devices)
@@ -155,10 +188,12 @@ def stage_seconds(
     if cut[0]:
         if e >= cluster.num_devices:
             return math.inf
-        talk += crossing(profile, cut[0]) / bandwidth(devices[0], e) / r
+        pace = slowest(devices, around[1]) if around else bandwidth(devices[0], e)
+        talk += crossing(profile, cut[0]) / pace / r
     if len(cut[1]) < len(profile.nodes):
-        sent = crossing(profile, cut[1]) / bandwidth(devices[0] - 1, devices[-1])
-        talk = max(talk + sent / r, sent / devices[0])  # the consumer has no more devices than are left
+        pace = slowest(around[0], devices) if around else bandwidth(devices[0] - 1, devices[-1])
+        sent = crossing(profile, cut[1]) / pace
+        talk = max(talk + sent / r, 0 if around else sent / devices[0])  # the consumer has no more than are left
     depth = math.ceil(e / r)
     if schedule == "1f1b" and M is not None:
         depth = min(depth, math.ceil(M / r))
@@ -178,24 +213,32 @@ def stage_seconds(
     return max(compute, talk) if held <= limit * (1 + 1e-12) else math.inf
 
 
-def least_bottleneck(profile: Profile, cluster: Cluster, **options: object) -> float:
-    """Over all cuts and all replica counts, from the last stage to the first."""
+def least_bottleneck(profile: Profile, cluster: Cluster, **options: Any) -> float:
+    """Over all cuts and all replica counts, from the last stage to the first; with `links`, of whole plans."""
     sets = down_sets(profile)
     everything = frozenset(node.name for node in profile.nodes)
     best = math.inf
 
-    def extend(rest: frozenset[str], used: int, slowest: float) -> None:
+    def extend(stages: list[tuple[tuple[frozenset[str], frozenset[str]], range]], slowest: float) -> None:
         nonlocal best
+        rest, used = (stages[-1][0][0], stages[-1][1].stop) if stages else (everything, 0)
         if not rest:
+            if "links" in options:
+                on = [range(0), *(devices for _, devices in stages), range(0)]
+                slowest = max(
+                    stage_seconds(profile, cluster, *stage, around=(on[i], on[i + 2]), **options)
+                    for i, stage in enumerate(stages)
+                )
             best = min(best, slowest)
             return
         for before in sets:
             if not before < rest:
                 continue
             for r in range(1, cluster.num_devices - used + 1):
-                seconds = stage_seconds(profile, cluster, (before, rest), range(used, used + r), **options)  # type: ignore[arg-type]
+                stage = (before, rest), range(used, used + r)
+                seconds = stage_seconds(profile, cluster, *stage, **options)
                 if max(slowest, seconds) < best:
-                    extend(before, used + r, max(slowest, seconds))
+                    extend([*stages, stage], max(slowest, seconds))
 
-    extend(everything, 0, 0.0)
+    extend([], 0.0)
     return best

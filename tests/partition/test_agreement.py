@@ -1,7 +1,5 @@
 """`partition()` and `plan()` say the same of the same stage; simulated costs of stages on their ranks."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import replace

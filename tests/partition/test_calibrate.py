@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 from support.inside import MORE, NO_FIT, SCALE, DeviceModel, Scales
 from support.inside import fit_calibrate as calibrate
-from support.trainings import MeasuredTraining, estimated, published
+from support.trainings import estimated, published
 
 from stagewright.partition import Cluster
 
@@ -160,13 +160,6 @@ def test_trainings_without_links_say_nothing_of_them() -> None:
     assert {*found.fitted} <= {"matrix_efficiency", "wave_outputs", "memory_efficiency"}
     changed = {name: getattr(found.constants, name) for name in found.fitted}
     assert found.constants == replace(start, **changed)
-
-
-def test_one_training_says_nothing_of_links() -> None:
-    rows: list[MeasuredTraining] = measured_on(replace(TYPICAL, matrix_efficiency=0.6), SYNTHETIC[:1])
-    found = calibrate(estimated, rows, TYPICAL)
-    assert found.constants == replace(TYPICAL, matrix_efficiency=found.constants.matrix_efficiency)
-    assert found.constants.matrix_efficiency == pytest.approx(0.6, rel=0.01)
 
 
 @pytest.mark.thorough

@@ -1,7 +1,5 @@
 """Clusters and their links: levels, the short form, JSON, speeds of hosts, seconds of messages and sums."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -44,15 +42,10 @@ def test_json_there_and_back() -> None:
     ("text", "message"),
     [
         ("4x8", r"cluster '4x8': 0 links for 2 sizes: expected one a size"),
-        ("4x8:net=12GB/s", r"1 links for 2 sizes"),
         ("4x0:a=1GB/s,b=1GB/s", r"sizes '4x0': expected 4x8:nvlink"),
-        ("x:net=1GB/s", r"sizes 'x': expected 4x8:nvlink"),
         ("4:net=12", r"link 'net': bandwidth: '12': expected a number and a unit, such as 12GB/s"),
-        ("4:net=12GB", r"'12GB': expected a number and a unit, such as 12GB/s"),
         ("4:net=12Gb/s", r"'12Gb/s': expected a number and a unit"),
-        ("4:net=12XB/s", r"'12XB/s': expected a number and a unit"),
         ("4:net=0GB/s", r"bandwidth: 0.0: expected a finite number above 0"),
-        ("4:net", r"link 'net': bandwidth: '': expected"),
         ("4:net=1GB/s@5", r"latency: '5': expected a number and a unit, such as 5us"),
         ("4:net=1GB/s:80", r"memory: '80': expected a number and a unit, such as 12GB,"),
     ],
@@ -74,11 +67,9 @@ def of_level(**figures: float) -> dict[str, list[dict[str, object]]]:
     [
         ({"levels": []}, r"c\.json: cluster with levels=\(\)"),
         ({"levels": [{"name": "a", "size": 2}]}, r"c\.json: levels\[0\]: bandwidth: missing"),
-        ({"levels": [{"name": "a", "size": 2, "bandwidth": 0}]}, r"levels\[0\]: bandwidth: 0: expected .* above 0"),
         ({"levels": [{"name": "a", "size": 1.5, "bandwidth": 1}]}, r"levels\[0\]: size: 1.5: expected a whole number"),
         ({"levels": [{"name": "a", "size": 2, "bandwidth": 1, "b": 1}]}, r"levels\[0\]: unknown field b"),
         ({"kinds": [{"name": "a"}, {"name": "a"}]}, r"device kinds a, a: expected unique names"),
-        ({"kinds": [{"name": "a", "memory_bytes": -1}]}, r"kinds\[0\]: memory_bytes: -1: expected"),
         ({"nodes": ["device", "tpu"]}, r"c\.json: node 1: unknown device kind 'tpu': expected one of device"),
         ({"nodes": ["device"]}, r"1 kinds of nodes for 2 nodes"),
         ({"nodes": "device"}, r"nodes: 'device': expected the name of a kind for each node"),
@@ -191,6 +182,10 @@ def test_a_slow_network_card() -> None:
     assert topology.between((1,), (2,), tensor=1).seconds_a_byte == 1.0
     # Both rings, of half of the buffer each, go at the pace of the slow card, inside the nodes, too.
     assert topology.ring((0, 1, 2, 3)).seconds_a_byte == 2 * 3 / 4 * max(1 / 8, 1 / 2 / 1.0)
+    flat = Topology(replace(topology.cluster, rings="flat"))
+    assert flat.ring(range(4)).seconds_a_byte == 2 * 3 / 4 * 1.0
+    assert flat.ring((2, 3)).seconds_a_byte == 2 * 1 / 2 / 8
+    assert flat.ring_of_ranges([0, 2], [3, 3], 4.0).tolist() == [2 * 3 / 4 * 1.0, 2 * 1 / 2 / 8]
 
 
 def test_a_sum_keeps_its_ranks_from_computing_as_its_outermost_level_does() -> None:
@@ -334,30 +329,6 @@ def test_a_number_goes_round_a_flat_ring_hop_by_hop() -> None:
     assert flat.small_sum((1, 2)) == pytest.approx(2 * across)
     assert flat.small_sum((3,)) == 0.0
     assert by_levels.small_sum(range(4)) == pytest.approx(2 * 1e-4 + 2 * 4e-3)
-
-
-def test_a_flat_ring_over_a_slow_network_card() -> None:
-    kinds = (DeviceKind(name="fast"), DeviceKind(name="slow", link_speed=0.25))
-    levels = (Level(name="in", size=2, bandwidth=8.0), Level(name="out", size=2, bandwidth=4.0))
-    topology = Topology(Cluster(levels=levels, kinds=kinds, nodes=("fast", "slow"), rings="flat"))
-    assert topology.ring(range(4)).seconds_a_byte == 2 * 3 / 4 * 1.0
-    assert topology.ring((2, 3)).seconds_a_byte == 2 * 1 / 2 / 8
-    assert topology.ring_of_ranges([0, 2], [3, 3], 4.0).tolist() == [2 * 3 / 4 * 1.0, 2 * 1 / 2 / 8]
-
-
-@pytest.mark.parametrize("number", [2, 3, 5])
-def test_latency_is_that_of_empty_sums_and_no_sum_has_fewer_seconds_a_byte(number: int) -> None:
-    """On a long and fast link segments wait, which takes more, less of it where two sums are under way."""
-    for bandwidth, waits in ((1e9, True), (1e7, False)):
-        level = Level(name="net", size=number, bandwidth=bandwidth, latency=1e-3, reduce_latency=4e-3)
-        topology = Topology(Cluster(levels=(level,), rings="flat"))
-        ring = topology.ring(range(number))
-        assert ring.seconds(0.0) == ring.latency == 2 * (number - 1) * 4e-3
-        assert topology.ring_of_ranges(0, number - 1, 1.0) == pytest.approx(ring.seconds_a_byte)
-        one, two, more = (ring.seconds(1e15, number=at_once) / 1e15 for at_once in (1, 2, 6))
-        assert more == pytest.approx(two)
-        assert one >= two >= ring.seconds_a_byte * (1 - 1e-12)
-        assert (two > 1.1 * ring.seconds_a_byte) == waits
 
 
 @pytest.mark.thorough

@@ -3,8 +3,6 @@
 `partition`: from a profile and a cluster to a plan.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path
@@ -16,8 +14,9 @@ from support.inside import SCHEDULES, RangeCosts, Ranges, Solution, all_cuts, so
 from support.inside import dynamic as dynamic_module
 
 from stagewright.partition import Cluster, Node, Plan, Profile, partition, read_pipedream_profile
-from stagewright.schedules import Costs, build, check, simulate
+from stagewright.schedules import build, check
 
+from . import small
 from .small import CLUSTERS, least_bottleneck, profiles, stage_seconds
 
 steady = settings(max_examples=250, deadline=None, derandomize=True)
@@ -162,14 +161,6 @@ def test_the_busiest_replica_counts() -> None:
 DATA = Path(__file__).parents[1] / "data" / "pipedream"
 
 
-def chain_of(*seconds: float, **figures: float) -> Profile:
-    return Profile(
-        nodes=tuple(
-            Node(name=f"n{i}", forward_seconds=s, backward_seconds=2 * s, **figures) for i, s in enumerate(seconds)
-        )
-    )
-
-
 def test_fifteen_and_one_for_vgg_on_four_by_four() -> None:
     """Four devices share their server's adapter of 10 Gbit/s, as in the paper's cluster A."""
     profile = read_pipedream_profile(DATA / "vgg16.txt")
@@ -184,28 +175,8 @@ def test_fifteen_and_one_for_vgg_on_four_by_four() -> None:
     assert sorted(named) == sorted(node.name for node in profile.nodes)
 
 
-def test_the_simulator_ranks_the_candidates() -> None:
-    plan = partition(chain_of(1, 1, 1, 1), Cluster.from_levels([(2, 1e9)]), num_microbatches=4, straight=True)
-    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
-    assert plan.replicas == (1, 1)
-    assert plan.simulated_step_time == simulate(schedule, Costs(forward=2.0, backward=4.0)).makespan == 30.0
-    assert plan.simulated_bubble == pytest.approx(0.2)
-    times = [each.simulated_step_time for each in plan.runners_up if each.simulated_step_time is not None]
-    assert times == sorted(times)
-    assert all(time >= 30.0 for time in times)
-
-
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
-def test_without_a_flush_the_steady_state_counts(schedule: str) -> None:
-    plan = partition(
-        chain_of(1, 1), Cluster.from_levels([(2, 1e9)]), num_microbatches=4, schedule=schedule, straight=True
-    )
-    assert plan.simulated_step_time == 12.0
-    assert plan.simulated_bubble == 0.0
-
-
 def test_idle_devices_are_the_last_groups() -> None:
-    profile = chain_of(1.0)
+    profile = small.chain(1)
     flat = partition(profile, Cluster.from_levels([(4, 1e9)]), straight=True)
     assert flat.stages[0].ranks == (0,)
     nested = partition(profile, Cluster.from_levels([(2, 1e9), (3, 1e9)]), straight=True)
@@ -226,7 +197,7 @@ def test_a_node_too_large_is_named() -> None:
 
 def test_a_model_too_large_for_all_devices() -> None:
     with pytest.raises(ValueError, match=r"no cut into stages on 2 devices of 500 bytes fits: .* 1,200 bytes"):
-        partition(chain_of(1, 1, 1, parameter_bytes=100), Cluster.from_levels([(2, 1e9)]), memory_limit=500)
+        partition(small.chain(3, parameter_bytes=100.0), Cluster.from_levels([(2, 1e9)]), memory_limit=500)
 
 
 def test_a_graph_with_too_many_cuts_says_so_and_bounds_the_loss() -> None:
@@ -254,7 +225,7 @@ def test_of_what_is_too_large_some_cuts_are_looked_at(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("straight", [False, True])
 def test_whatever_is_too_large_has_a_plan(monkeypatch: pytest.MonkeyPatch, straight: bool) -> None:
     monkeypatch.setattr(dynamic_module, "MAX_STEPS", 0)
-    plan = partition(chain_of(*range(1, 9)), Cluster.from_levels([(13, 1e9)]), straight=straight)
+    plan = partition(small.chain(8), Cluster.from_levels([(13, 1e9)]), straight=straight)
     assert plan.replicas == ((1, 1) if straight else (12,))
 
 
@@ -272,4 +243,4 @@ def test_whatever_is_too_large_has_a_plan(monkeypatch: pytest.MonkeyPatch, strai
 )
 def test_bad_options(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        partition(chain_of(1, 1), Cluster.from_levels([(2, 1e9)]), **options)
+        partition(small.chain(2), Cluster.from_levels([(2, 1e9)]), **options)

@@ -34,7 +34,7 @@ from support.inside import simulated_simulated as simulated
 from stagewright.partition import Cluster, DeviceKind, Node, Plan, Profile, plan
 from stagewright.schedules import Costs, Link, Links, MemoryPart, build, memory_curves, simulate
 
-from .small import configuration
+from .small import OverTensors, configuration
 
 
 def drawn(seed: int) -> tuple[Profile, Configuration, Cluster, float]:
@@ -260,29 +260,6 @@ def test_of_very_many_ways_the_pruned_ones_are_nearly_the_best(seed: int, monkey
 # --- tensor sizes of stages ---
 
 
-class OverTwo:
-    """A profile, and what one of two or four tensor ranks has of it: more than its part of the seconds."""
-
-    def __init__(self, whole: Profile, more: float) -> None:
-        self.whole, self.more = whole, more
-
-    def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
-        factor = (self.more if tensor > 1 else 1.0) / tensor
-        nodes = (
-            replace(
-                node,
-                forward_seconds=node.forward_seconds * factor,
-                backward_seconds=node.backward_seconds * factor,
-                parameter_bytes=node.parameter_bytes / tensor,
-            )
-            for node in self.whole.nodes
-        )
-        return replace(self.whole, nodes=tuple(nodes), tensor=tensor)
-
-    def tensor_sizes(self, limit: int) -> list[int]:
-        return [size for size in (1, 2, 4) if size <= limit]
-
-
 def test_a_heavy_stage_has_two_ranks() -> None:
     """Two of four devices have the heavy unit, and each of the others one: with two for both, two are slower."""
     named = (("heavy", 4.0), ("b", 3.0), ("c", 3.0))
@@ -290,7 +267,7 @@ def test_a_heavy_stage_has_two_ranks() -> None:
         Node(name=n, forward_seconds=f, backward_seconds=f, activation_bytes=8.0, parameter_bytes=64.0)
         for n, f in named
     )
-    source = OverTwo(Profile(nodes=nodes, microbatch_size=1), 1.3)
+    source = OverTensors(Profile(nodes=nodes, microbatch_size=1), 1.3)
     options = {"global_batch": 32, "data_sizes": (1,), "schedules": "1f1b", "tensor_sizes": (1, 2)}
     found = plan(source, Cluster.from_levels([(4, 100.0)]), microbatch_sizes=(1,), **options)  # type: ignore[arg-type]
     assert [(stage.nodes, stage.tensor, stage.ranks) for stage in found.stages] == [
@@ -321,7 +298,7 @@ def test_as_fast_as_the_best_of_all_tensor_sizes(first: int) -> None:
             for i in range(rng.choice((3, 4)))
         ]
         m, more, bandwidth = rng.choice((2, 8, 32)), rng.choice((1.0, 1.4, 1.8)), rng.choice((2.0, 50.0))
-        source = OverTwo(Profile(nodes=tuple(nodes), microbatch_size=1), more)
+        source = OverTensors(Profile(nodes=tuple(nodes), microbatch_size=1), more)
         cluster = Cluster.from_levels([(4, bandwidth)])
         steps = {}
         for P in range(1, len(nodes) + 1):
@@ -352,7 +329,7 @@ def test_tensor_sizes_of_stages_are_those_that_are_not_told_to_be_left_out(num_d
         assert what in said
 
 
-def step_of(source: OverTwo, sizes: tuple[int, ...], ends: tuple[int, ...], bandwidth: float, m: int) -> float:
+def step_of(source: OverTensors, sizes: tuple[int, ...], ends: tuple[int, ...], bandwidth: float, m: int) -> float:
     own = [
         source.profile(microbatch_size=1, tensor=size).nodes[a:b]
         for size, (a, b) in zip(sizes, pairwise(ends), strict=True)

@@ -1,7 +1,5 @@
 """Plans that are given: what the planner said of its own, and what nobody planned."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -31,7 +29,7 @@ def again(profile: Profile, cluster: Cluster, found: Plan, **options: Any) -> Pl
     return evaluate(
         profile,
         cluster,
-        [GivenStage(s.nodes, s.ranks, s.tensor, s.recompute, s.optimizer_shards) for s in found.stages],
+        found.stages,
         num_microbatches=found.num_microbatches,
         schedule=found.build_schedule() if found.order else found.schedule,
         **options,
@@ -302,7 +300,6 @@ def test_tensor_sums_go_over_their_own_links() -> None:
 
 
 def test_numbers_may_be_numpys() -> None:
-    """As those of a sweep are: what is made of them is written and read as ever."""
     i, f = np.int64, np.float32
     nodes = [Node(name=n, forward_seconds=f(1), backward_seconds=2, parameter_bytes=i(10)) for n in "ab"]
     profile, cluster = Profile(nodes=nodes, microbatch_size=i(1)), Cluster.from_levels([(i(2), f(1e9))])

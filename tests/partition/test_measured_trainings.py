@@ -109,14 +109,6 @@ def test_constants_are_recovered_from_trainings_that_the_model_made() -> None:
     assert max(abs(each) for each in off[:2] + off[3:]) < 0.04, [f"{each:+.1%}" for each in off]
 
 
-def test_no_message_of_a_single_node_goes_over_the_network() -> None:
-    device = TYPICAL
-    slow = [replace(each, network=1e9) for each in (training(2, 1, 4, 2), training(2, 4, 4, 2))]
-    inner, outer = (estimated(each, device) for each in slow)
-    assert inner == estimated(training(2, 1, 4, 2), device)
-    assert outer > estimated(training(2, 4, 4, 2), device)
-
-
 def test_a_constant_that_no_training_shows_stays() -> None:
     rows = measured_on(OTHER, [SYNTHETIC[0]])  # one tensor rank: nothing is summed over a link; the device is busy
     found = fit_measured(TYPICAL, rows, constants=("matrix_efficiency", "hop_seconds", "kernel_seconds"))
@@ -160,22 +152,6 @@ def test_links_and_network_have_efficiencies_of_their_own() -> None:
         layer = transformer_profile(model, microbatch_size=1, tensor=16, device=device, cluster=cluster).nodes[1]
         seconds = num_bytes * (1.75 / (100e9 * links) + 0.125 / (1e9 * network))
         assert layer.forward_seconds == pytest.approx(2 * seconds)
-
-
-def test_the_tied_embedding_is_summed_once_between_first_and_last_stage() -> None:
-    """V h of 16 bits over T; two devices send all of it once, over the network where the stages stand on two nodes.
-
-    Nothing else depends on the vocabulary's gradient: the device computes and copies in no time, replicas none.
-    """
-    free = {"peak_flops": 1e30, "memory_bandwidth": 1e30, "link_bandwidth": 1e30, "memory_bytes": 1e12}
-    fast = DeviceModel(name="fast", network_efficiency=0.5, **free)
-    for tensor, pipeline, bandwidth in ((2, 8, 0.5 * 12.5e9), (2, 4, 300e9), (8, 4, 0.5 * 12.5e9)):
-        one = training(tensor, 1, pipeline, 1)
-        shared = 2 * one.vocabulary / tensor * one.hidden
-        twice = estimated(replace(one, vocabulary=2 * one.vocabulary), fast)
-        assert twice - estimated(one, fast) == pytest.approx(shared / bandwidth)
-    alone = training(8, 1, 1, 1)
-    assert estimated(replace(alone, vocabulary=2 * alone.vocabulary), fast) == pytest.approx(estimated(alone, fast))
 
 
 def test_a_plan_has_the_sum_of_the_tied_embedding_where_its_ends_stand_apart() -> None:

@@ -1,7 +1,5 @@
 """PipeDream's figures, reproduced, and its profile text."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path
@@ -38,12 +36,9 @@ def test_figures_of_the_shipped_optimizer(run: list) -> None:
     ("model", "levels", "options", "replicas", "begin"),
     [
         ("vgg16", [(4, 1e9)], {"activation_compression_ratio": 1.0}, (3, 1), 17),
-        ("vgg16", [(8, 1e10)], {"activation_compression_ratio": 1.0}, (7, 1), 22),
         ("vgg16", [(16, 1.8e9)], {"activation_compression_ratio": 1.0}, (15, 1), 31),
-        ("alexnet", [(4, 1e9)], {"activation_compression_ratio": 1.0}, (3, 1), 13),
         ("alexnet", [(16, 1e9)], {"activation_compression_ratio": 1.0}, (15, 1), 13),
         ("vgg16", [(4, 1e9)], {"straight": True}, (1, 1, 1, 1), 3),
-        ("gnmt", [(4, 1e9)], {}, (1, 1, 1, 1), None),
         ("gnmt", [(12, 1e10)], {}, (1, 1, 1, 1, 1, 1, 1, 1, 3, 1), None),
     ],
 )
@@ -153,12 +148,6 @@ def test_units_tuples_and_what_is_left_out(tmp_path: Path) -> None:
     assert (first.description, first.forward_seconds, first.backward_seconds) == ("LSTM(a -- b)", 0.0015, 0.002)
     assert (first.activation_bytes, first.stash_bytes, first.parameter_bytes) == (7.5, 7.5, 8.0)
     assert profile.origin == "published"
-
-
-def test_a_published_profile() -> None:
-    profile = read_pipedream_profile(DATA / "vgg16.txt")
-    assert len(profile.nodes) == 40
-    assert sum(node.seconds for node in profile.nodes) == pytest.approx(0.672535)
 
 
 @pytest.mark.parametrize(

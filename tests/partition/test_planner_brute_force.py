@@ -1,11 +1,6 @@
 """The planner against everything that can be done by hand, simulated: it is never worse."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -13,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import LeastSeconds, MemoryRules, Model, Topology
 
-from stagewright.partition import Cluster, Level, Node, Plan, Profile, partition, plan
+from stagewright.partition import Cluster, Level, Node, Plan, Profile, plan
 
 from .by_hand import configurations, fitting_recompute, simulate_plan, step
-from .small import TENTHS, configuration
+from .small import TENTHS, OverTensors, configuration
 
 CLUSTERS = st.sampled_from(
     [
@@ -139,32 +134,6 @@ def bound(profile: Profile, cluster: Cluster, each: dict[str, Any]) -> float:
     return LeastSeconds(Topology(cluster)).of_configuration(c, Model(profile, MemoryRules(optimizer_ratio=2.0)))
 
 
-@dataclass(frozen=True)
-class Halves:
-    """A profile, and what one of two tensor ranks has of it: half the work and weights, a third more of the rest."""
-
-    whole: Profile
-
-    def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
-        assert microbatch_size == 1
-        tied = tuple((names, shared / tensor) for names, shared in self.whole.tied)
-        nodes = self.whole.nodes if tensor == 1 else tuple(map(self._half, self.whole.nodes))
-        return replace(self.whole, nodes=nodes, tied=tied)
-
-    def _half(self, node: Node) -> Node:
-        return replace(
-            node,
-            forward_seconds=node.forward_seconds / 2 + 0.1,
-            backward_seconds=node.backward_seconds / 2 + 0.2,
-            parameter_bytes=node.parameter_bytes / 2,
-            stash_bytes=node.stash_bytes * 0.75,
-            update_seconds=node.update_seconds / 2,
-        )
-
-    def tensor_sizes(self, limit: int) -> Sequence[int]:
-        return [1, 2][:limit]
-
-
 @pytest.mark.thorough
 @settings(max_examples=30, deadline=None)
 @given(
@@ -177,7 +146,7 @@ def test_what_is_left_out_takes_as_long_as_is_promised_with_tensor_ranks_and_lit
     profile: Profile, cluster: Cluster, batch: int, share: float
 ) -> None:
     """Each way to cut, place and recompute that fits, simulated here: no promise of a search is above any of them."""
-    source = Halves(profile)
+    source = OverTensors(profile, 1.3, sizes=(1, 2))
     limit = share * sum(4 * node.parameter_bytes + 2 * node.stash_bytes for node in profile.nodes) + 0.5
     every = [
         step(shown, cluster, shards=1, recompute=recompute, tensor=tensor, **each)
@@ -200,31 +169,3 @@ def test_what_is_left_out_takes_as_long_as_is_promised_with_tensor_ranks_and_lit
         if not cut_short:
             assert found.simulated_step_time <= least
             assert found.searched.faster_left(found.simulated_step_time) == 0
-
-
-@settings(max_examples=30, deadline=None)
-@given(profile=chains(), batch=st.integers(2, 8), chunks=st.integers(2, 3))
-def test_chunks_of_the_partitioner(profile: Profile, batch: int, chunks: int) -> None:
-    """V stages a rank on a straight pipeline of 2: the best of all cuts."""
-    cluster = Cluster.from_levels([(2, 20.0)])
-    if len(profile.nodes) < 2 * chunks:
-        return
-    found = partition(
-        profile, cluster, schedule="interleaved", num_chunks=chunks, num_microbatches=batch, straight=True
-    )
-    assert found.num_chunks == chunks
-    assert len(found.stages) == 2 * chunks
-    every = [
-        step(
-            profile,
-            cluster,
-            (0, *inner, len(profile.nodes)),
-            schedule="interleaved",
-            pipeline=2,
-            data=1,
-            num_microbatches=batch,
-            shards=1,
-        )
-        for inner in combinations(range(1, len(profile.nodes)), 2 * chunks - 1)
-    ]
-    assert found.simulated_step_time == pytest.approx(min(every), rel=1e-9)

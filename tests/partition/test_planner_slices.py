@@ -3,8 +3,6 @@
 Plans that choose over how many ranks sequences and experts are divided.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -59,27 +59,6 @@ def test_json_there_and_back() -> None:
     assert bare.bubble == pytest.approx(1 - 0.006 / 0.008)
 
 
-def test_explain() -> None:
-    assert PLAN.explain().splitlines() == [
-        "3-1 on 5 devices: its slowest stage takes 2.00 ms a microbatch; the least",
-        "  bottleneck of any plan is at least 1.00 ms",
-        "simulated, 1f1b, 8 microbatches: 30.0 ms a batch, bubble 25.0%",
-        "stage  ranks       F ms     B ms  step ms  in flight    memory  units",
-        "    0  0-2        1.000    2.000    2.000          2   2.00 GB  a .. b",
-        "    1  3          1.000    2.000    2.000          2   2.00 GB  c",
-        "memory by rank, in MB",
-        "ranks    weights    grads   optim.  buffers   activ.  worksp.    comm.    total",
-        "0-3      500.000  500.000     1000    0.000    0.000    0.000    0.000     2000",
-        "runner-up 4-1: 3.00 ms a microbatch; simulated 45.0 ms a batch, +50.00%",
-        "note: a note",
-    ]
-
-
-def test_figures() -> None:
-    assert (PLAN.replicas, PLAN.gap) == ((3, 1), 1.0)
-    assert PLAN.memory_bytes == {0: 2e9, 1: 2e9, 2: 2e9, 3: 2e9}
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -1,7 +1,5 @@
 """Recomputation of whole stages, by layer and selectively: what is kept, what is made again, what it costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -20,8 +18,7 @@ from support.inside import (
     StageSums,
 )
 
-from stagewright.partition import Cluster, Node, Plan, Profile, plan
-from stagewright.schedules import Op
+from stagewright.partition import Cluster, Node, Profile, plan
 
 from .small import TENTHS, profiles
 
@@ -235,34 +232,6 @@ def test_stages_of_one_rank_send_each_other_nothing() -> None:
 
 
 # Plans.
-
-
-def test_the_plan_says_what_each_stage_does() -> None:
-    """Two stages of two layers that keep 100 bytes each and take 5; the first holds two microbatches."""
-    layer = Node(
-        name="l", forward_seconds=1, backward_seconds=2, activation_bytes=5, stash_bytes=100, selective_bytes=60,
-        selective_seconds=0.25,
-    )  # fmt: skip
-    profile = Profile(nodes=tuple(replace(layer, name=f"l{i}") for i in range(4)), microbatch_size=1)
-    options = {"global_batch": 8, "schedules": "1f1b", "pipeline_sizes": (2,), "data_sizes": (1,)}
-    for limit, wanted in ((500, "none"), (380, "selective"), (280, "full"), (190, "layer")):
-        allowed = ("none", "full") if wanted == "full" else RECOMPUTE[:4]
-        found = plan(
-            profile,
-            Cluster.from_levels([(2, 1e9)]),
-            memory_limit=limit,
-            recompute=allowed,
-            **options,  # type: ignore[arg-type]
-        )
-        first = found.stages[0]
-        assert first.recompute == wanted, limit
-        kept = {"none": 4 * 100, "selective": 4 * 60 + 40, "full": 200, "layer": 2 * 5 + 100}[wanted]
-        assert first.memory.activations == kept
-        again = {"none": 0, "selective": 2 * 0.25, "full": 2, "layer": 2}[wanted]
-        assert found.seconds(Op.B)[0] == 4 + again
-        assert Plan.from_json(found.to_json()) == found
-        if wanted != "none":
-            assert f"recompute {wanted}" in found.explain().splitlines()[0]
 
 
 OLD = Profile(nodes=tuple(Node(name=n, forward_seconds=1, backward_seconds=2, stash_bytes=100) for n in "ab"))

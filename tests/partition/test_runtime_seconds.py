@@ -1,8 +1,6 @@
 """Seconds that the runtime takes around actions and messages, in profiles, clusters, plans and simulations."""
 
-import random
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,12 +9,10 @@ from support.inside import (
     LeastSeconds,
     MemoryRules,
     Model,
-    PlanEvaluator,
     RangeCosts,
     Synthesis,
     Topology,
     all_cuts,
-    candidate_ends,
     message_seconds,
     reorder,
 )
@@ -142,7 +138,6 @@ def test_cuts_know_that_a_stage_between_others_has_twice_the_messages() -> None:
 
 
 def test_the_search_for_an_order_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gains hold with them: in the search, and where the order found is simulated."""
     searched: list[Costs] = []
 
     def search(*, costs: Costs, **options: Any) -> Synthesis:
@@ -181,46 +176,6 @@ def test_ranks_wait_for_the_norm_that_they_clip_by() -> None:
     assert found(schedules=("2bw",), max_grad_norm=1.0).costs.norm is None  # a stream has its own way
     with pytest.raises(ValueError, match="max_grad_norm: -1: expected a finite number of at least 0"):
         found(max_grad_norm=-1)
-
-
-@pytest.mark.thorough(but=["gpipe"])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw", "zb-h1", "interleaved", "looped-bfs", "zb-v", "hanayo"])
-def test_bounds_stay_below_what_is_simulated(schedule: str) -> None:
-    """The search's first bound, that of a candidate with cuts, and the simulation: none is above the next one."""
-    random_ = random.Random(0)
-    for trial, data in product(range(6), (1, 2)):
-        nodes = tuple(
-            replace(node, forward_seconds=random_.uniform(0, 2), backward_seconds=random_.uniform(0, 3))
-            for node in NODES
-        )
-        measured = Profile(nodes=nodes, action_seconds=random_.choice((0.0, 0.1, 5.0)), around_seconds=2.0 * trial)
-        model = Model(measured, MemoryRules(optimizer_ratio=2.0))
-        links = Topology(
-            cluster(
-                4,
-                message_seconds=random_.choice((0.0, 0.3, 4.0)),
-                bandwidth=random_.choice((10, 1e3)),
-                sum_busy=random_.choice((0.0, 0.6, 1.0)),
-            )
-        )
-        norm = (None, 0.0, 7.0)[trial % 3]
-        evaluator = PlanEvaluator(links, lambda _size, _tensor, model=model: model, norm=norm)
-        c = configuration(
-            data=data,
-            schedule=schedule,
-            num_chunks=1 if schedule in ("1f1b", "gpipe", "2bw", "zb-h1") else 2,
-            num_microbatches=(4, 8)[trial % 2],
-        )
-        bounds = LeastSeconds(links, norm=norm)
-        least = bounds.of_configuration(c, model)
-        for ends in candidate_ends(evaluator, c):
-            evaluated = evaluator.choices(c, ends, exact=True)[0]
-            seconds = evaluator.simulate(evaluated).simulated_seconds
-            assert evaluated.bound <= seconds * (1 + 1e-9)
-            assert least <= seconds * (1 + 1e-9)
-            assert evaluated.bottleneck * c.batch <= seconds * (1 + 1e-9)
-            if data == 1 and schedule == "1f1b":
-                assert bounds.of_schedule(schedule, model, c.batch) <= seconds * (1 + 1e-9)
 
 
 @pytest.mark.thorough(but=["0.5-1"])

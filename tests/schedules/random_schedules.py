@@ -4,8 +4,6 @@ Any placement, with replicas in any order; skips; edges without gradient; split 
 data allow. And the names of all builders.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

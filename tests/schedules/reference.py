@@ -7,15 +7,14 @@ data              F(s, k) behind F(p, k) of each producer p;  gradient(s, k) beh
 `Run` is a slow simulator: it looks at every rank before each step.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import networkx as nx
-from support.inside import Lowered, RankProgram, Transfer
+from support.inside import RankProgram, Transfer
 
-from stagewright.schedules import Action, AllReduce, Costs, Link, Links, Message, Op, Schedule
+from stagewright.schedules import Action, AllReduce, Costs, Link, Links, Op, Schedule
 
 GRADIENT = (Op.B, Op.I)
 Node = tuple[int, Action]  # (rank, action): the same update stands on every replica of a stage
@@ -104,40 +103,6 @@ def latency_between(schedule: Schedule, latency: tuple[float, ...], before: Node
         return latency[stage]
     stages = together(schedule, user, stage, grad=True)
     return latency[stages[0]] if last_of(schedule, rank, stages, k) == stage else 0.0
-
-
-def delivered(lowered: Lowered) -> dict[tuple[int, int], list[Message]]:
-    """Run all ranks, each as far as it gets, over links that match by order alone: the n-th receive that is posted gets
-    the n-th message that was sent; by link, what arrived."""
-    links: dict[tuple[int, int], deque[Message]] = {}
-    posted: dict[tuple[int, int], deque[Message]] = {}
-    seen: dict[tuple[int, int], list[Message]] = {}
-    here: list[set[Message]] = [set() for _ in lowered.programs]
-    position = [0] * len(lowered.programs)
-    moved = True
-    while moved:
-        moved = False
-        for program in lowered.programs:
-            rank = program.rank
-            while position[rank] < len(program.steps):
-                step = program.steps[position[rank]]
-                if not isinstance(step, Transfer):
-                    if not set(program.inputs.get(step, ())) <= here[rank]:
-                        break
-                else:
-                    link = (rank, step.peer) if step.is_send else (step.peer, rank)
-                    (links if step.is_send else posted).setdefault(link, deque()).append(step.message)
-                    while links.get(link) and posted.get(link):
-                        message = links[link].popleft()
-                        assert message == posted[link].popleft()
-                        seen.setdefault(link, []).append(message)
-                        here[link[1]].add(message)
-                position[rank] += 1
-                moved = True
-    assert position == [len(program.steps) for program in lowered.programs]
-    assert not any(links.values())
-    assert not any(posted.values())
-    return seen
 
 
 def peak_receives(program: RankProgram) -> int:

@@ -1,7 +1,5 @@
 """What is alive: one count for the checker, timelines and the planner; and memory over time, at every moment."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import pairwise, product
@@ -92,7 +90,6 @@ def test_an_order_in_figures_holds_what_its_programs_hold() -> None:
 
 
 def test_the_corners_among_the_moments_are_the_fullest_whatever_a_microbatch_takes() -> None:
-    """Against every action of the programs, with bytes that differ by chunk."""
     draw = np.random.default_rng(0)
     for P, V, M in ((3, 2, 7), (2, 3, 6), (4, 3, 12)):
         schedule = build("interleaved", num_ranks=P, num_microbatches=M, num_chunks=V)
@@ -232,7 +229,7 @@ def test_every_moment_is_as_counted_one_by_one(case: tuple[Schedule, Costs]) -> 
                 assert at(curve, part, time) == count(timeline, rank, time, stages), (rank, part, time)
 
 
-def test_two_ranks_over_time() -> None:
+def test_messages_over_time() -> None:
     """
     rank 0 | 0F0 | 0F1 |     | 0B0 |     | 0B1 | 0U
     rank 1 |     | 1F0 | 1B0 | 1F1 | 1B1 | 1U
@@ -240,16 +237,10 @@ def test_two_ranks_over_time() -> None:
     schedule = by_hand("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", microbatches=2)
     timeline = simulate(schedule, Costs(forward=1.0, backward=1.0, update=1.0))
     stage = StageBytes(weights=100, gradients=10, optimizer=200, activations=5, workspace=1, output=2)
-    first, second = memory_curves(timeline, [stage, stage])
-    moments = [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5]
-    assert [at(first, MemoryPart.ACTIVATIONS, t) for t in moments] == [5, 10, 10, 10, 5, 5, 0]
-    assert [at(first, MemoryPart.WORKSPACE, t) for t in moments[:4]] == [1, 1, 0, 1]
-    assert [at(second, MemoryPart.ACTIVATIONS, t) for t in moments[:5]] == [0, 5, 5, 5, 5]
+    first, _ = memory_curves(timeline, [stage, stage])
     # Outputs that were sent, until a gradient back tells that they were received, and gradients posted ahead.
+    moments = [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5]
     assert [at(first, MemoryPart.MESSAGES, t) for t in moments] == [4, 6, 8, 8, 4, 4, 0]
-    assert at(second, MemoryPart.GRADIENTS, 2.5) == 0
-    assert at(second, MemoryPart.GRADIENTS, 3.5) == 10
-    assert at(second, MemoryPart.GRADIENTS, 99.0) == 0  # the update drops them
     assert first.peak == max(first.total)
 
 

@@ -1,7 +1,5 @@
 """Schedules made for costs and memory: what was published of them, what they must not exceed, and mistakes."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 
@@ -54,7 +52,6 @@ def curve(*fast: float) -> list[object]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("row", curve(1.125, 1.25, 1.875))
 def test_published_bubbles_over_memory(row: dict[str, float]) -> None:
-    """At or below the authors' search for each limit."""
     costs = Costs(forward=2 * 14.407, input_grad=2 * 14.380, weight_grad=2 * 9.676, latency=1.610)
     sizes = {"num_ranks": 16, "num_microbatches": 48, "memory_limit": 16 * row["limit"]}
     schedule = build("zb-2p", **sizes, costs=costs, kept=part_kept(5120, 40))
@@ -136,7 +133,6 @@ def test_the_unit_of_the_costs_decides_nothing(name: str, limit: int) -> None:
 @steady
 @given(st.data())
 def test_zb_v_is_no_worse_than_the_blocks_that_fit(data: st.DataObject) -> None:
-    """Whatever the sizes, costs and limit."""
     P, M = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 20))
     F, I, W = (data.draw(st.integers(1, 12)) / 4 for _ in range(3))
     costs = Costs(forward=F, input_grad=I, weight_grad=W, latency=data.draw(st.sampled_from([0.0, 0.25, 4.0])))
@@ -154,7 +150,6 @@ def test_zb_v_is_no_worse_than_the_blocks_that_fit(data: st.DataObject) -> None:
 @steady
 @given(st.data())
 def test_any_costs_and_limits(data: st.DataObject) -> None:
-    """Complete, within the limit, and no better than what is possible at all."""
     name = data.draw(st.sampled_from(AUTOMATIC))
     P, M = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
     chunks = 2 if name == "zb-v" else 1
@@ -223,13 +218,11 @@ def test_no_time_leaves_the_first_order(name: str) -> None:
     ("options", "message"),
     [
         ({"memory_limit": 0.5}, r"memory_limit=0.5: no order can meet it, .* expected at least [12]$"),
-        ({"memory_limit": -3}, r"memory_limit=-3: no order can meet it, .* expected at least [12]$"),
         ({"memory_limit": float("nan")}, r"memory_limit=nan: no order"),
         ({"memory_limit": "8"}, r"memory_limit='8': expected a number"),
         ({"kept": 1.5}, r"kept=1.5: expected the part of an activation"),
         ({"costs": {"forward": 1}}, r"costs=.*: expected Costs\(forward=..., input_grad=..., "),
         ({"costs": Costs(forward=0.0, backward=2.0)}, r"costs with forward=0: expected more than 0 seconds"),
-        ({"costs": Costs(input_grad=1.0, weight_grad=0.0)}, r"costs with weight_grad=0: expected more than 0 seconds"),
         ({"costs": Costs(forward=[1.0, 2.0])}, r"forward has 2 numbers for [36] stages"),
         ({"memory": 8}, r"has no option memory: its options are costs, kept, memory_limit"),
     ],

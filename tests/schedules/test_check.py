@@ -1,7 +1,5 @@
 """The checker: it accepts what the graph of actions lets end, and says where and why not; lowered programs end, too."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -90,15 +88,9 @@ ONE = build("1f1b", num_ranks=1, num_microbatches=1)
     ("rank", "program", "message"),
     [
         (0, "0F0 0F1 0B0 0B1 0B2", r"missing: 0F2\. Each of the 2 stages needs F and B \(or I and W\) of each of the"),
-        (1, "1F0 1B0 1F1 1B1 1F2", "missing: 1B2"),
-        (1, "", "missing: 1F0, 1B0, 1F1, 1B1, 1F2, 1B2"),
-        (1, "1F0 1I0 1F1 1B1 1F2 1B2", "missing: 1W0"),
-        (1, "1F0 1W0 1F1 1B1 1F2 1B2", "missing: 1I0"),
         (1, "1F0 1B0 1W0 1F1 1B1 1F2 1B2", "1B0 occurs alongside 1I0 or 1W0: expected B, or I and W"),
-        (1, "1F0 1B0 1F1 1B1 1F2 1B2 1B2", "1B2 occur more than once"),
         (1, "1F0 1B0 1F0 1F1 1B1 1F2 1B2 1B2", "1F0, 1B2 occur more than once"),
         (1, "1F0 1B0 1F1 1B1 1F2 1B2 0F2", r"0F2 on rank 1, position 6: this rank holds the stages \[1\]"),
-        (1, "1F0 1B0 1F1 1B1 1F2 1B2 7F2", r"7F2 on rank 1, position 6: this rank holds the stages \[1\]"),
         (1, "1F0 1B0 1F1 1B1 1F3 1B2", r"1F3 on rank 1, position 4: microbatches are numbered 0\.\.2"),
     ],
 )
@@ -114,14 +106,6 @@ def test_a_replica_runs_its_own_microbatches() -> None:
     wrong = by_hand("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1", "1F2 1B2", microbatches=3, placement=placement)
     with pytest.raises(ScheduleError, match="1F1 on rank 1, position 2: microbatch 1 of stage 1 belongs to rank 2"):
         check(wrong)
-
-
-# --- activations ---
-
-
-def test_an_evaluation_keeps_nothing() -> None:
-    schedule = build("gpipe", num_ranks=3, num_microbatches=5)
-    assert check(schedule.forward_only()).peak_activations == (1, 1, 1)
 
 
 @pytest.mark.thorough
@@ -202,7 +186,7 @@ def test_under_every_schedule(name: str, num_ranks: int) -> None:
 # --- lowered, over a transport that holds a rank at a send until its receive is posted ---
 
 
-def ends(programs: Sequence[RankProgram], *, seed: int = 0) -> bool:
+def ends(programs: Sequence[RankProgram], *, seed: int = 0, holds_sends: bool = True) -> bool:
     """Whether all ranks get to their end, a step of a rank drawn at random at a time."""
     pick, at = random.Random(seed), [0] * len(programs)
     sent: set[Message] = set()
@@ -213,8 +197,8 @@ def ends(programs: Sequence[RankProgram], *, seed: int = 0) -> bool:
             return False
         step = programs[rank].steps[at[rank]]
         if isinstance(step, Transfer):
-            return not step.is_send or step.message in posted
-        return sent.issuperset(programs[rank].inputs.get(step, ()))
+            return not (step.is_send and holds_sends) or step.message in posted
+        return (sent & posted).issuperset(programs[rank].inputs.get(step, ()))
 
     while ready := [rank for rank in range(len(at)) if can_go_on(rank)]:
         step = programs[rank := pick.choice(ready)].steps[at[rank]]

@@ -3,8 +3,6 @@
 Changes between two timelines, and who straggles: exact sums, planted faults, and noise that trips nothing.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import pairwise

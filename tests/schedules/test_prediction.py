@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import pytest
 from support.inside import Cause, calibrate, measured_inputs, predicted_inputs, replicate
@@ -91,49 +92,35 @@ def linked(replicas: tuple[int, ...] = (2, 1), num_microbatches: int = 8) -> tup
     )
 
 
-WRONG = {
-    "F of one stage": ("forward of stage 1", Cause.COMPUTE),
-    "B of one stage": ("backward of stage 0", Cause.COMPUTE),
-    "around an action": ("stage 1 around an action", Cause.OVERHEAD),
-    "a link": ("messages of link 0-2", Cause.MESSAGES),
-    "a sum": ("all-reduce of stage 0", Cause.SUMS),
-    "an update": ("update of stage 0", Cause.UPDATE),
-    "the norm": ("norm of all gradients", Cause.UPDATE),
-    "a step": ("runtime around a step", Cause.OUTSIDE),
+WRONG: dict[str, tuple[Cause, dict[str, Any]]] = {
+    "forward of stage 1": (Cause.COMPUTE, {"forward": [1.0, 2.0]}),
+    "backward of stage 0": (Cause.COMPUTE, {"backward": [2.5, 3.0]}),
+    "stage 1 around an action": (Cause.OVERHEAD, {"overhead": [0.125, 0.375]}),
+    "messages of link 0-2": (Cause.MESSAGES, {}),
+    "all-reduce of stage 0": (Cause.SUMS, {}),
+    "update of stage 0": (Cause.UPDATE, {"update": [1.5, 0.5]}),
+    "norm of all gradients": (Cause.UPDATE, {"norm": 1.25}),
+    "runtime around a step": (Cause.OUTSIDE, {"around": 1.75}),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_the_one_wrong_input_is_named(wrong: str) -> None:
     """Each in turn, on unequal replicas and links that queue: it alone is named, and its cause has all the seconds."""
-    schedule, costs, links = linked()
-    true, way = costs, links.way(0, 2)
-    match wrong:
-        case "F of one stage":
-            true = replace(costs, forward=[1.0, 2.0])
-        case "B of one stage":
-            true = replace(costs, backward=[2.5, 3.0])
-        case "around an action":
-            true = replace(costs, overhead=[0.125, 0.375])
-        case "an update":
-            true = replace(costs, update=[1.5, 0.5])
-        case "the norm":
-            true = replace(costs, norm=1.25)
-        case "a step":
-            true = replace(costs, around=1.75)
-    true_links = links
-    if wrong == "a link":
+    (schedule, costs, links), (cause, change) = linked(), WRONG[wrong]
+    true, true_links = replace(costs, **change), links
+    if cause is Cause.MESSAGES:
         assert isinstance(links.network, dict)
-        true_links = replace(links, network=links.network | {(0, 2): replace(way, latency=1.75)})
-    if wrong == "a sum":
+        slow = replace(links.way(0, 2), latency=1.75)
+        true_links = replace(links, network=links.network | {(0, 2): slow})
+    if cause is Cause.SUMS:
         true_links = replace(links, sums=(replace(links.sums[0], seconds=3.0),))
     truth = simulate(schedule, true, true_links)
     found = check_prediction(
         simulate(schedule, costs, links), [recorded(truth, true.overhead)], costs=costs, links=links
     )
     check_adds_up(found)
-    name, cause = WRONG[wrong]
-    assert {str(each.what).partition(" on rank")[0] for each in found.wrong} == {name}
+    assert {str(each.what).partition(" on rank")[0] for each in found.wrong} == {wrong}
     assert found.wrong[0].what.cause is cause
     assert found.wrong[0].alone is not None
     rest = {key: value for key, value in seconds_of(found).items() if key != cause.value}

@@ -185,7 +185,6 @@ def test_what_was_under_way_while_the_receiver_computed_is_not_the_links_time() 
 @pytest.mark.thorough(but=["1f1b"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "2bw"])
 def test_every_analysis_copes_with_what_is_missing_and_with_clocks_apart(name: str) -> None:
-    """Nothing raises, and nothing takes less than no time."""
     schedule = build(name, num_ranks=4, num_microbatches=4)
     course = make_calls(schedule, sharing=NOTHING_SHARED) if schedule.is_asynchronous else None
     simulated = simulate(schedule if course is None else course.stream.unrolled(3), Costs(latency=0.25, update=0.5))
@@ -286,13 +285,6 @@ def test_a_missing_file_is_an_empty_row(tmp_path: Path) -> None:
     assert find_gaps(traces.steps[0].timeline)[1] == {}
     (note,) = traces.notes
     assert note.startswith("nothing of rank 1: expected trace.rank1.jsonl next to ")
-
-
-def test_a_process_that_was_killed_has_fewer_steps(tmp_path: Path) -> None:
-    write(tmp_path, {0: (3, 23, 43), 1: (3,), 2: (3, 23, 43)})
-    traces = read(tmp_path)
-    assert [timeline.missing for _, timeline in traces.steps] == [(), (1,), (1,)]
-    assert traces.notes == (f"nothing of rank 1 in steps 23, 43: {tmp_path}/trace.rank1.jsonl ends with step 3",)
 
 
 def test_a_run_that_goes_on_has_each_step_once(tmp_path: Path) -> None:

@@ -63,7 +63,6 @@ def test_what_is_full_after_some_rounds_grows_no_more() -> None:
     ("name", "hint"),
     [
         ("interlaced", "; did you mean 'interleaved'?"),
-        ("ScheduleInterleaved1F1", "; did you mean 'interleaved'?"),
         ("zzz", [*FAMILIES][-1]),
     ],
 )

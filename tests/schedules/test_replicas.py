@@ -1,7 +1,5 @@
 """Replicated stages: round-robin microbatches, sums, links that keep their order; without dead ranks."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import Sharing, defer_updates, derive_versions, replicate, schedule_without
+from support.inside import Sharing, Transfer, defer_updates, replicate, schedule_without
 
 from stagewright.schedules import (
     Action,
@@ -27,7 +25,8 @@ from stagewright.schedules import (
 )
 
 from .random_schedules import ASYNC
-from .reference import FREE, Run, delivered
+from .reference import FREE, Run
+from .test_check import ends
 
 # Stages with as many times the work as they have ranks.
 REPLICAS = [(2, 1), (1, 2), (3, 1), (2, 1, 1), (1, 2, 1), (2, 2), (1, 1, 3)]
@@ -52,10 +51,12 @@ def test_replicas(name: str, replicas: tuple[int, ...], M: int) -> None:
     groups = tuple(ranks_of for ranks_of in owners if len(ranks_of) > 1)
     lowered = lower(schedule, sharing=Sharing(loss=True, norm=True, sums=groups))
     check_lowered(lowered)
-    for (src, dst), messages in delivered(lowered).items():
-        for kind in {message.kind for message in messages}:
-            order = [message.index for message in messages if message.kind is kind]
-            assert order == sorted(set(order)), f"{kind} from rank {src} to rank {dst}"
+    assert ends(lowered.programs, holds_sends=False)
+    for program in lowered.programs:
+        sent = [step for step in program.steps if isinstance(step, Transfer) and step.is_send]
+        for key in {(step.peer, step.message.kind) for step in sent}:
+            order = [step.message.index for step in sent if (step.peer, step.message.kind) == key]
+            assert order == sorted(set(order)), f"{key} from rank {program.rank}"
 
 
 def in_proportion(replicas: tuple[int, ...]) -> Costs:
@@ -130,14 +131,6 @@ def test_replicas_under_2bw_with_any_number_of_microbatches(replicas: tuple[int,
 def test_replicas_run_no_further_ahead_than_the_stage_in_front_of_them() -> None:
     """Two microbatches of each of two replicas are four, which the first stage makes behind a backward of theirs."""
     check(build("2bw", num_ranks=3, num_microbatches=4, replicas=(1, 2), warmup=[2, 2]))
-
-
-@pytest.mark.parametrize("replicas", REPLICAS, ids=str)
-def test_replicas_with_vertical_sync(replicas: tuple[int, ...]) -> None:
-    schedule = build("pipedream", num_ranks=sum(replicas), num_microbatches=6, replicas=replicas, vertical_sync=True)
-    check(schedule)
-    used = derive_versions(schedule).used
-    assert all(version == used[0, k] for (_, k), version in used.items())
 
 
 def test_a_replica_updates_once_a_group_by_default() -> None:
@@ -215,18 +208,6 @@ def test_every_microbatch_runs_once_on_a_living_holder(data: st.DataObject) -> N
         if laps == int(laps):  # as many turns for each
             assert max(taken.values()) == min(taken.values()), (stage, taken)
     assert orphans
-
-
-def test_the_order_of_one_without_its_peer() -> None:
-    left = schedule_without(mesh("1f1b", 2, 2, microbatches=2), [1])
-    assert left.grid() == "\n".join(
-        [
-            "rank 0 | F0 F1 F2 F3 B0 B1 B2 B3",
-            "rank 1 | .  .  .  .  .  .  .  .",
-            "rank 2 | .  F0 B0 F2 B2 .  .  .",
-            "rank 3 | .  .  F1 B1 F3 B3 .  .",
-        ]
-    )
 
 
 @pytest.mark.thorough(but=["1f1b-options0"])

@@ -1,11 +1,8 @@
 """Actions and schedules as text: CSV, JSON and grids; what a Schedule refuses to be."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 from hypothesis import assume, given
@@ -45,17 +42,14 @@ def schedule(placement: tuple[tuple[int, ...], ...], **fields: object) -> Schedu
         (lambda: schedule(()), "0 ranks are placed and 0 have a program: .* at least one rank"),
         (lambda: schedule(((0,), (1,)), programs=((),)), "2 ranks are placed and 1 have a program"),
         (lambda: schedule(((0,),), num_microbatches=0), "num_microbatches=0, num_batches=1: expected at least 1"),
-        (lambda: schedule(((0,),), num_batches=0), "num_microbatches=1, num_batches=0: expected at least 1"),
         (lambda: schedule(((), ())), "hold no stage: expected at least one"),
         (lambda: schedule(((0,), (2,))), "2 stages, numbered 0 to 2, and none holds stage 1"),
-        (lambda: schedule(((1,), (2,))), "2 stages, numbered 1 to 2, and none holds stage 0"),
         (lambda: schedule(((0, -1),)), "2 stages, numbered -1 to 0, and none holds stage 1"),
         (lambda: schedule(((0,), (0,)), owners=((0,),)), r"stage 0 .* the ranks \(0,\), and it is placed on \(0, 1\)"),
         (lambda: schedule(((0,),), owners=((0,), (0,))), "owners of 2 stages for 1"),
         (lambda: schedule(((0,), (1, 10**9))), "numbered 0 to 1000000000, and none holds stage 2"),
         (lambda: schedule(((0, 0),)), "stage 0 is twice on rank 0"),
         (lambda: schedule(((0, 1),), edges=(Edge(1, 0),)), "edge 1 -> 0: expected stages in ascending order below 2"),
-        (lambda: schedule(((0, 1),), edges=(Edge(0, 2),)), "edge 0 -> 2: expected stages in ascending order below 2"),
         (lambda: schedule(((0, 1),), edges=(Edge(0, 1), Edge(0, 1, False))), "edge 0 -> 1 occurs twice"),
     ],
 )
@@ -90,19 +84,12 @@ CSV = """\
 """
 
 
-def table(text: str) -> str:
-    """A table drawn with spaces, as CSV."""
-    lines = dedent(text).strip().splitlines()
-    return "".join(",".join("" if c == "." else c for c in line.split()) + "\n" for line in lines)
-
-
 # --- CSV ---
 
 
 def test_csv() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=3)
     assert schedule.to_csv() == CSV
-    assert table("0F0 0F1 . 0B0 0F2 0B1 . 0B2\n. 1F0 1B0 1F1 1B1 1F2 1B2 .") == CSV
     again = Schedule.from_csv(CSV, name="1f1b")
     assert again == schedule
 
@@ -154,7 +141,6 @@ def test_communication_and_spaces_are_skipped() -> None:
         (CSV.replace("0B1", "(0F9;0X1)OVERLAP_F_B"), "row 1, column 6: cannot read the action '0X1'"),
         ("0SEND_F\n", "row 1, column 1: cannot read the action '0SEND_F'"),
         ("0SEND_F0\n", "the table has no action"),
-        (CSV.replace("1", "2"), "2 stages, numbered 0 to 2, and none holds stage 1"),
     ],
 )
 def test_unreadable_csv(text: str, message: str) -> None:
@@ -262,16 +248,12 @@ def test_json_is_readable() -> None:
         ({"version": 2}, "version 2: expected 1"),
         ({"programs": ["0F0", "1X0"]}, "program of rank 1: cannot read the action '1X0'"),
         ({"programs": "0F0"}, "programs: expected a list, found '0F0'"),
-        ({"programs": ["0F0", 7]}, "program of rank 1: cannot read the action '7'"),
         ({"placement": [0, 1]}, "placement: expected a list, found 0"),
         ({"placement": [[0], ["1"]]}, "placement: expected a whole number, found '1'"),
         ({"num_microbatches": 2.5}, r"num_microbatches: expected a whole number, found 2\.5"),
-        ({"num_microbatches": 0}, "num_microbatches=0, num_batches=1: expected at least 1"),
         ({"owners": [[0]]}, "owners of 1 stages for 2: expected the ranks of each stage"),
-        ({"owners": [[0], [0]]}, r"owners of stage 1 are said to be the ranks \(0,\), and it is placed on \(1,\)"),
         ({"owners": [[0], "1"]}, "owners: expected a list, found '1'"),
         ({"edges": [[0, 1]]}, r"edges: expected \[src, dst, true or false\] each, found \[0, 1\]"),
-        ({"edges": [[1, 0, True]]}, "edge 1 -> 0: expected stages in ascending order"),
         ({"update_every": "1"}, "update_every: expected a whole number, found '1'"),
         ({"update_every": 2}, "update_every=2 for 1 microbatches per batch: expected a number that divides 1"),
         ({"microbatches": 4}, r"a schedule has the keys \['edges', .* found \['edges', 'microbatches'"),
@@ -305,11 +287,6 @@ def test_cells_are_as_wide_as_the_widest() -> None:
     assert grid.splitlines()[1] == (
         "rank 1 | .   F0  F1  F2  F3  F4  F5  F6  F7  F8  F9  F10 B0  B1  B2  B3  B4  B5  B6  B7  B8  B9  B10 ."
     )
-
-
-def test_updates_take_no_cell() -> None:
-    schedule = by_hand("0F0 0B0 0U0 0F1 0I1 0W1 0U1", microbatches=1, batches=2)
-    assert schedule.grid() == "rank 0 | F0 B0 F1 I1 W1"
 
 
 # --- files ---

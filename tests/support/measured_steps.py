@@ -164,6 +164,16 @@ def _rows(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+_SIZES = {
+    "gpus": "devices", "gbs": "batch", "mbs": "microbatch_size", "tp": "tensor", "pp": "pipeline", "vp": "chunks",
+    "cp": "context",
+}  # fmt: skip
+
+
+def _sizes(row: dict[str, str]) -> dict[str, Any]:
+    return {name: int(row[key]) if row[key].isdecimal() else 1 for key, name in _SIZES.items() if key in row}
+
+
 def _mlperf() -> Iterator[Step | tuple[str, str]]:
     for row in _rows("mlperf_steps"):
         machine = next(each for each in ("GB200", "GB300", "B200", "H200", "H100") if each in row["accelerator"])
@@ -174,33 +184,24 @@ def _mlperf() -> Iterator[Step | tuple[str, str]]:
             name=f"{row['round']} {row['system']}",
             machine=machine,
             model=Transformer(**COMMON, **SHAPES[shape], precision=precision),
-            devices=int(row["gpus"]),
-            batch=int(row["gbs"]),
-            microbatch_size=int(row["mbs"]),
-            tensor=int(row["tp"]),
-            pipeline=int(row["pp"]),
-            chunks=int(row["vp"]),
-            context=int(row["cp"]),
             seconds=float(row["step_s_median"]),
+            **_sizes(row),
         )
 
 
 def _nanotron() -> Iterator[Step | tuple[str, str]]:
     for row in _rows("nanotron_plans"):
         model = Transformer(**COMMON, **SHAPES[row["model_billion"]])
-        devices = int(row["gpus"])
+        sizes = _sizes(row)
         yield Step(
             file="nanotron",
-            name=f"{row['model_billion']} on {devices}",
+            name=f"{row['model_billion']} on {row['gpus']}",
             machine="H100",
             model=model,
-            devices=devices,
             batch=256,
-            microbatch_size=int(row["mbs"]),
-            tensor=int(row["tp"]),
-            pipeline=int(row["pp"]),
             is_sharded=row["zero"] == "1",
-            seconds=model.flops(batch_size=256) / (float(row["mfu_percent"]) / 100 * PEAK * devices),
+            seconds=model.flops(batch_size=256) / (float(row["mfu_percent"]) / 100 * PEAK * sizes["devices"]),
+            **sizes,
         )
 
 
@@ -252,14 +253,8 @@ def _bridge() -> Iterator[Step | tuple[str, str]]:
                 name=name,
                 machine=machine,
                 model=Transformer(**COMMON, **options),
-                devices=int(row["gpus"]),
-                batch=int(row["gbs"]),
-                microbatch_size=int(row["mbs"]),
-                tensor=sizes["tp"],
-                pipeline=sizes["pp"],
-                chunks=sizes["vp"],
-                context=sizes["cp"],
                 seconds=float(row["step_s"]),
+                **_sizes(row),
             )
 
 

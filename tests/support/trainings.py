@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -100,23 +101,6 @@ def _cluster(num_devices: int, network: float) -> Cluster:
     return Cluster.parse(f"{nodes}x{size}:nvlink=300GB/s,net={network:.0f}B/s")
 
 
-def read_trainings(path: Path, *, network: float) -> tuple[MeasuredTraining, ...]:
-    """Trainings of a file, under 1F1B with recompute by layer.
-
-    Arguments:
-        network: bandwidth of one device out of its node [bytes/s]; the file does not say it.
-    """
-    found = []
-    for _, row in read_rows(path, (*_TRAINING.values(), _MILLISECONDS)):
-        sizes = {name: int(row[column]) for name, column in _TRAINING.items()}
-        microbatches = sizes["batch_size"] // (sizes["data"] * sizes["microbatch_size"])
-        seconds = float(row[_MILLISECONDS]) / 1e3
-        found.append(
-            MeasuredTraining(**sizes, chunks=1, num_microbatches=microbatches, network=network, seconds=seconds)
-        )
-    return tuple(found)
-
-
 @cache
 def published(table: str) -> dict[int, MeasuredTraining]:
     """Trainings by row, from 1; both are of nodes with eight A100.
@@ -125,12 +109,15 @@ def published(table: str) -> dict[int, MeasuredTraining]:
         table: "megatron", smallest model first, its seconds computed from the published rate and eight cards of
             200 Gbit/s a node; or "vtrain", every second row, with four of them.
     """
+    runs: list[dict[str, Any]] = json.loads((DATA / "megatron_table1.json").read_text(encoding="utf-8"))["runs"]
     if table == "vtrain":
-        rows = read_trainings(DATA / "vtrain_multi_half.csv", network=12.5e9)
-    else:
-        runs = json.loads((DATA / "megatron_table1.json").read_text(encoding="utf-8"))["runs"]
-        rows = tuple(MeasuredTraining(**run) for run in runs)
-    return dict(enumerate(rows, 1))
+        runs = []
+        for _, row in read_rows(DATA / "vtrain_multi_half.csv", (*_TRAINING.values(), _MILLISECONDS)):
+            sizes = {name: int(row[column]) for name, column in _TRAINING.items()}
+            number = sizes["batch_size"] // (sizes["data"] * sizes["microbatch_size"])
+            seconds = float(row[_MILLISECONDS]) / 1e3
+            runs.append(sizes | {"chunks": 1, "num_microbatches": number, "network": 12.5e9, "seconds": seconds})
+    return {at: MeasuredTraining(**run) for at, run in enumerate(runs, 1)}
 
 
 def estimated(training: MeasuredTraining, device: DeviceModel) -> float:

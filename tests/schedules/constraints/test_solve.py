@@ -1,7 +1,5 @@
 """Rules completed to orders: against trying all orders, and each family that is a rule, regenerated from its rules."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -8,6 +8,7 @@ halves of it under "v"; `kept_share` follows from the models' sizes: 32 h of 34 
 """
 
 import csv
+import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,6 +18,7 @@ from support.inside import Objective, Problem, Request
 from stagewright.schedules import Costs
 
 COUNT = 300
+DATA = Path(__file__).parents[2] / "data"
 
 
 def pose(**request: Any) -> Problem:
@@ -71,12 +73,15 @@ def random_problem(number: int) -> Problem:
     )
 
 
-# Optima that CP-SAT has proven, by number (`cp_sat.solve(pose(**tight(number)), seconds=90)`) [s].
+def read_optima() -> list[float]:
+    """By number of the instance, its optimum [s]: what `cp_sat.solve` finds and proves within two minutes each."""
+    optima: list[float] = json.loads((DATA / "synthesis_optima.json").read_text())
+    return optima
 
 
 def published(source: str) -> list[dict[str, str]]:
     """Points of `zb-...`, the table, of `curve ...`, or of `v of ...` ranks."""
-    with (Path(__file__).parents[2] / "data" / "published_bubbles.csv").open(newline="") as file:
+    with (DATA / "published_bubbles.csv").open(newline="") as file:
         return [point for point in csv.DictReader(file) if point["source"].startswith(source)]
 
 

@@ -1,25 +1,23 @@
 """Lower bounds with memory, and oracles of small problems: never above an optimum."""
 
-import math
 from itertools import pairwise, product
 
 import pytest
-from support.inside import SPLIT_OPS, Objective, Problem, fits
+from support.inside import SPLIT_OPS, Problem, fits
 from support.inside import SynthesisEvaluateEvaluator as Evaluator
 from support.inside import bounds_least_seconds as least_seconds
 
-from stagewright.schedules import Costs, MemoryLimitError, synthesize
+from stagewright.schedules import Costs, synthesize
 
 from ..test_costs import orders
 from . import cp_sat
-from .instances import COUNT, pose, published, random_problem, request
-from .make_optima import read
+from .instances import COUNT, pose, published, random_problem, read_optima, request
 
 
 @pytest.mark.thorough
 def test_never_above_the_optimum_of_300_random_instances() -> None:
     """The optima are CP-SAT's; three in four are met."""
-    optima = read()
+    optima = read_optima()
     assert len(optima) == COUNT
     tight = 0
     for number, optimum in enumerate(optima):
@@ -69,22 +67,6 @@ def test_equal_steps_of_a_v_take_as_long_as_is_proven(P: int, M: int, limit: int
             num_ranks=P, num_microbatches=M, costs=costs, placement="v", memory_limit=limit, evaluations=100
         )
         assert (found.value, found.is_optimal) == (proven, True)
-
-
-@pytest.mark.parametrize("objective", ["makespan", "span"])
-def test_more_memory_is_never_worse_and_much_needs_none(objective: Objective) -> None:
-    costs = Costs(forward=[1, 2, 1, 3], input_grad=2, weight_grad=1, latency=0.5, update=[0, 1, 0, 2])
-    bounds = [
-        least_seconds(pose(num_ranks=4, num_microbatches=8, costs=costs, memory_limit=limit, objective=objective))
-        for limit in (1, 1.5, 2, 3, 4, 6, 8, math.inf)
-        if math.isfinite(limit)
-    ]
-    free = least_seconds(pose(num_ranks=4, num_microbatches=8, costs=costs, objective=objective))
-    assert bounds[0] == bounds[1]  # half an activation is of no use
-    assert all(less >= more for less, more in pairwise([*bounds, free]))
-    assert bounds[-1] == free
-    with pytest.raises(MemoryLimitError, match="expected at least 1"):
-        pose(num_ranks=4, num_microbatches=8, costs=costs, memory_limit=0.5, objective=objective)
 
 
 def test_one_microbatch_at_a_time_is_known_exactly() -> None:
@@ -140,4 +122,4 @@ def test_all_orders_of_two_by_two(objective: str, limit: float | None, factors: 
 def test_the_committed_optima_are_proven(numbers: range) -> None:
     for number in numbers:
         found = cp_sat.solve(random_problem(number), seconds=400)
-        assert (found.proven, found.value) == (True, read()[number]), number
+        assert (found.proven, found.value) == (True, read_optima()[number]), number

@@ -1,7 +1,5 @@
 """Cut, placement and schedule together: against every cut there is, and against what each state takes elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import accumulate, combinations, pairwise, product
 from random import Random

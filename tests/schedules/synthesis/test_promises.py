@@ -3,8 +3,6 @@
 So it is where the placement is left open, and with a schedule for each batch of unequal microbatches.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -121,7 +119,6 @@ def way(found: Synthesis) -> list[tuple[float, int]]:
 @pytest.mark.thorough(but=["2"])
 @pytest.mark.parametrize("number", range(6))
 def test_more_room_is_no_worse(number: int) -> None:
-    """By a higher limit, and by W that keep less."""
     sizes, least = drawn(number)
     rooms = [(least, 1.0), (least + 1, 1.0), (least + 1, 0.9), (least + 2, 0.9), (4 * least, 0.9)]
     values = [synthesize(**sizes, memory_limit=m, kept_share=k, evaluations=1500).value for m, k in rooms]
