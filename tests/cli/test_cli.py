@@ -158,8 +158,6 @@ def test_latency_and_costs_by_stage_reach_the_simulator(cli: Cli) -> None:
     assert cli.json("simulate", *replicas, "--reduce-grad 0 20")["makespan"] == 25.0  # behind 1B1, at 5
 
 
-# --- schedules whose batches overlap ---
-
 OPTIONS: list[tuple[tuple[str, ...], dict[str, object]]] = [
     (("--ranks", "4", "--microbatches", "4"), {}),
     (("--ranks", "4", "--microbatches", "4", "--batches", "5"), {"num_batches": 5}),
@@ -291,8 +289,6 @@ def test_a_reader_that_goes_away_is_no_error(words: str) -> None:
     process.stderr.close()
     assert process.wait(timeout=400) == 141
 
-
-# --- schedules that a user brings ---
 
 ORDER = """
 from stagewright.schedules import Schedule, build

@@ -210,9 +210,6 @@ def test_the_cut_of_an_own_model_is_shown_before_anything_is_trained(mine: Path,
     assert not (mine / "runs").exists()
 
 
-# --- data ---
-
-
 def take(value: str, number: int, *, batch_size: int | None = None) -> list[tuple[torch.Tensor, ...]]:
     found = OwnBatches(OwnOptions(model="own_mine:model", data=value), batch_size=batch_size, seed=0)
     return [next(found).args for _ in range(number)]
@@ -249,9 +246,6 @@ def test_a_generator_is_asked_for_again_when_it_has_ended(mine: Path) -> None:
     assert torch.equal(found[0][0], found[6][0])
 
 
-# --- the loss that nobody named ---
-
-
 def test_the_default_loss_follows_the_type_of_the_target() -> None:
     torch.manual_seed(0)
     for output, target in (
@@ -279,8 +273,6 @@ def test_where_the_default_loss_would_be_a_guess_it_is_refused(output: object, t
     with pytest.raises(ValueError, match=message):
         default_loss(output, target)
 
-
-# --- mistakes ---
 
 OWN = ("--model", "own_mine:model", "--data", "own_mine:few")
 
@@ -359,9 +351,6 @@ def test_two_options_may_name_one_file(mine: Path) -> None:
     one, other = load("model", "own_mine.py:model"), load("data", "own_mine.py:few")
     assert one.__globals__ is other.__globals__
     assert math.isfinite(one()[0].weight.sum().item())
-
-
-# --- profile and plan ---
 
 
 @pytest.mark.thorough

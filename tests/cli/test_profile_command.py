@@ -111,9 +111,6 @@ def test_a_busy_machine_is_told() -> None:
     assert "busy" in text(0.3)
 
 
-# --- links ---
-
-
 @pytest.mark.thorough
 def test_links_between_local_processes(command: Callable[..., Done], tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
@@ -141,9 +138,6 @@ def test_a_profile_of_two_ranks_at_once(command: Callable[..., Done], tmp_path: 
     profile = Profile.load(path)
     assert (profile.slowdown, profile.max_grad_norm) == (1.0, 0.25)
     assert profile.action_seconds > 0
-
-
-# --- mistakes ---
 
 
 @pytest.mark.thorough(but=["words0---microbatch 0: expected at least 1"])

@@ -47,8 +47,6 @@ def timed_out(*peers: int) -> PipelineTimeout:
     return PipelineTimeout("waited 3.0 s", peers=peers)
 
 
-# --- following the reports ---
-
 OWN = Account((), False, "KeyError: 'x'")
 
 
@@ -100,9 +98,6 @@ CAUSES: dict[str, tuple[dict[int, Account], str]] = {
 @pytest.mark.parametrize(("reports", "cause"), CAUSES.values(), ids=CAUSES)
 def test_find_cause(reports: dict[int, Account], cause: str) -> None:
     assert find_cause(0, reports) == (cause, "reports nothing" not in cause)  # who is silent may report later
-
-
-# --- the board ---
 
 
 def test_the_cause_is_found_at_once_when_it_is_there() -> None:
@@ -184,9 +179,6 @@ def test_a_store_that_does_not_answer_is_asked_twice_at_most(hangs: bool) -> Non
         told = board.explain(lost(0))
     assert asked.call_count == 2
     assert "cause: the rendezvous store does not answer either: its host (rank 0, unless a" in str(told)
-
-
-# --- the guard ---
 
 
 def test_a_failure_ends_the_run_on_this_rank_and_lets_the_others_go() -> None:

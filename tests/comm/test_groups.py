@@ -98,9 +98,6 @@ def test_alone_collectives_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     collectives.abort()
 
 
-# --- over gloo ---
-
-
 def meet_nobody(ranks: tuple[int, ...], size: int) -> list[str]:
     """What a rendezvous says to each of `ranks` of `size`, one after the other in this process."""
     found = []
@@ -186,9 +183,6 @@ def test_a_collective_that_a_rank_does_not_join(gloo: Pool, how: str) -> None:
         assert message.endswith("did all of them make this call?")
         assert peers == tuple({0, 1, 2} - {rank})
         assert kind == "PeerLost" or how == "silence"
-
-
-# --- making groups ---
 
 
 def make_and_look() -> bool:

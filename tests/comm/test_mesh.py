@@ -89,9 +89,6 @@ def test_a_mesh_that_is_none() -> None:
             ProcessMesh(**wrong, tensor=(2, 1))
 
 
-# --- over gloo ---
-
-
 def speak_as_ranks() -> list[str]:
     """A message from rank 0 to rank 1, a sum over ranks 0 and 1, a copy from rank 1, under the odd order."""
     place = MeshPlace(world=World(rank=dist.get_rank(), size=4), mesh=BACKWARDS)

@@ -37,9 +37,6 @@ def act(index: int) -> Message:
     return Message(MessageKind.ACT, 0, 1, index)
 
 
-# --- streams and events ---
-
-
 class FakeCuda:
     """Streams and events of torch.cuda that write down what is asked of them; tensors stay on the CPU."""
 
@@ -162,9 +159,6 @@ def test_nothing_leaves_after_an_abort() -> None:
     inner.abort.assert_called_once()
 
 
-# --- which one ---
-
-
 def backends(
     uuids: str, monkeypatch: pytest.MonkeyPatch, device: torch.device = CUDA, **environment: str
 ) -> list[tuple[str, list[int], bool]]:
@@ -244,9 +238,6 @@ def test_reroute_is_for_gloo_and_tensor_groups_are_for_nccl() -> None:
         ValueError, match=r"a tensor or expert group on CUDA over gloo, .*: expected Mesh\(tensor=1, expert=1\)"
     ):
         refused(over_gloo, sw.Mesh(), 2)()
-
-
-# --- the same numbers ---
 
 
 def places() -> list[bool]:

@@ -104,9 +104,6 @@ def test_in_process_messages_are_taken_once_and_dropped_on_abort() -> None:
     assert not right.ready(act(0))
 
 
-# --- over gloo ---
-
-
 def transport(timeout: float = 120.0) -> ProcessGroupTransport:
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
     lanes = link_lanes(LINKS, Groups(MeshPlace.line(world), device=CPU, timeout=120.0))

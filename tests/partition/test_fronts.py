@@ -257,9 +257,6 @@ def test_of_very_many_ways_the_pruned_ones_are_nearly_the_best(seed: int, monkey
         assert took[0] <= took[1] <= 1.05 * took[0]
 
 
-# --- tensor sizes of stages ---
-
-
 def test_a_heavy_stage_has_two_ranks() -> None:
     """Two of four devices have the heavy unit, and each of the others one: with two for both, two are slower."""
     named = (("heavy", 4.0), ("b", 3.0), ("c", 3.0))

@@ -31,9 +31,6 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-# --- times ---
-
-
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that runs while somebody sleeps, and by 10 us whenever it is read: nothing else takes time."""
@@ -161,9 +158,6 @@ def test_parts_with_one_kind_of_gradient_have_all_of_b_in_it() -> None:
     assert (unsplit[0].input_grad_seconds, unsplit[0].weight_grad_seconds) == (0.0, 0.0)
 
 
-# --- bytes ---
-
-
 def test_bytes_of_a_chain_counted_by_hand() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.BatchNorm1d(4))
     profile = quick(model, torch.randn(32, 8))
@@ -269,9 +263,6 @@ def test_a_change_in_place_at_the_entry_of_a_part() -> None:
     assert len(profile.nodes) == 4
 
 
-# --- optimizer ---
-
-
 @pytest.mark.parametrize(
     ("make", "ratio"),
     [
@@ -307,9 +298,6 @@ def test_an_update_is_timed_with_gradients_as_backwards_make_them() -> None:
         assert gradient[::2].count_nonzero() == 0
         assert gradient[1::2].count_nonzero() == 8
     assert len(found) > 1
-
-
-# --- what stays as it is ---
 
 
 class Noisy(nn.Module):
@@ -359,9 +347,6 @@ def test_it_stays_as_it_is_when_something_fails() -> None:
         quick(model, torch.randn(3, 4))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-
-
-# --- other types, losses, mistakes ---
 
 
 def test_autocast_and_bfloat16() -> None:

@@ -17,8 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stagewright.pipe import NonFiniteLossError
 
-# --- batches ---
-
 BATCHES: dict[str, tuple[tuple[Any, ...], str]] = {
     "nothing": ((), r"no input: expected at least one tensor with the batch in dimension 0, then the target"),
     "no target": ((X,), r"no input: Tensor as the only argument would be the target\. Expected inputs and the target"),
@@ -88,8 +86,6 @@ def test_training_needs_a_loss_and_an_optimizer() -> None:
     with pytest.raises(ValueError, match=r"nothing was measured yet: expected at least one train_step"):
         pipe.measured_costs()
 
-
-# --- losses ---
 
 LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "no scalar": (
@@ -162,9 +158,6 @@ def test_gradients_of_earlier_calls_survive_a_failure() -> None:
     with pytest.raises(NonFiniteLossError):
         pipe.forward_backward(X * float("nan"), Y)
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
-
-
-# --- after an error of the user's own ---
 
 
 def test_an_exception_in_a_stage_comes_through_and_the_pipe_goes_on() -> None:
@@ -276,9 +269,6 @@ def test_whatever_mode_the_first_call_is_made_in(mode: Any, kind: type[nn.Module
         torch.testing.assert_close(pipe.predict(X[:7]), model(X[:7]))  # of another size
         losses = [pipe.train_step(X, Y).loss for _ in range(2)]
     assert [*losses, pipe.train_step(X, Y).loss] == pytest.approx(plain_losses(kind), rel=1e-5)
-
-
-# --- over processes ---
 
 
 def refused_at_first(data: int, recorded: bool) -> tuple[list[Told], list[float], bool]:

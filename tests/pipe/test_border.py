@@ -15,8 +15,6 @@ from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, stream
 from torch import Tensor, nn
 
-# --- a norm that is no number ---
-
 
 class Poisoned(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
@@ -80,9 +78,6 @@ def test_state_that_is_elsewhere_is_not_given_as_meta_tensors(gloo: Pool, kind: 
     for errors in gloo.run(_ask_for_state, ranks=2, args=(kind,)):
         assert len(errors) == 3
         assert all(r"Expected pipe.full_state_dict() for all weights" in error for error in errors)
-
-
-# --- outputs of an evaluation ---
 
 
 class Odd(nn.Module):

@@ -26,8 +26,6 @@ from stagewright.schedules import Op
 
 WIDTH, SAMPLES, M = 32, 256, 4
 
-# --- the choice ---
-
 
 def random_case(seed: int) -> tuple[np.ndarray, HeldMoments, np.random.Generator]:
     """Up to four units under three rules: rules that keep less may take more for a while, and some help nowhere."""
@@ -69,9 +67,6 @@ def test_many_units_that_are_alike() -> None:
     seconds, held = np.tile([0.0, 1.0, 2.5], (40, 1)), np.tile([30.0, 14.0, 2.0], (80, 40, 1))
     found = fit(seconds, HeldMoments(np.arange(80.0), held), 800.0 + 79)
     assert took(seconds, found) == 25.0  # 16 bytes a second, and then 12 for 1.5
-
-
-# --- a pipeline ---
 
 
 class Block(nn.Module):
@@ -302,9 +297,6 @@ def test_processes_choose_for_their_own_stages(gloo: Pool) -> None:
         assert peak == pytest.approx(most, rel=0.06)  # messages count as if as many waited as may
     for one, other in zip((*own, *others), gradients(blocks("none"), *rows()), strict=True):
         assert torch.equal(one, other)
-
-
-# --- mistakes ---
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,6 @@ from stagewright.schedules import MessageKind
 Pair = namedtuple("Pair", "y note")
 
 
-# --- outputs ---
-
-
 class InADict(Layers):
     """Nested outputs; some of them are made in the first stage, one is the input, and some are no tensors."""
 
@@ -47,9 +44,6 @@ class OtherInEvaluation(Layers):
 @pytest.mark.parametrize("model", [InADict, OtherInEvaluation])
 def test_outputs_of_any_form(model: type[nn.Module], ranks: int) -> None:
     agree_with_one_process(model, ranks=ranks)
-
-
-# --- values on their way ---
 
 
 class Forked(Parts, a=lambda: nn.Linear(WIDTH, 2 * WIDTH), b=lambda: nn.Linear(4, WIDTH), c=linear, d=linear):
@@ -99,9 +93,6 @@ def test_an_input_that_is_not_used() -> None:
     agree_with_one_process(Ignores, inputs=(X, Y))
 
 
-# --- what may not depend on the batch size ---
-
-
 def of_any_size(*middle: nn.Module) -> PipelineModule:
     model = nn.Sequential(linear(), *middle, linear()).double()
     return PipelineModule(model, num_microbatches=4, mesh={"pipe": 2}, loss_fn=loss_of, cut=["2"], example_inputs=(X,))
@@ -124,9 +115,6 @@ def test_what_a_stage_changes_in_place_may_follow_the_batch_size() -> None:
         each.forward_backward(torch.cat([X, X]), torch.cat([Y, Y]))
     for one, other in zip(pipe.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
-
-
-# --- building runs nothing ---
 
 
 _CALLED_WITH: Counter[str] = Counter()  # by any Watchful; a list or dict is as it was before the build

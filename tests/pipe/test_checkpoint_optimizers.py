@@ -118,9 +118,6 @@ def test_delay_correction_that_was_not_saved_is_told_of(tmp_path: Path) -> None:
     assert not any(LAST_UPDATE in state for one in plain.optimizers for state in one.state.values())
 
 
-# --- what is refused ---
-
-
 adamw = partial(AdamW, lr=1e-2)
 
 
@@ -180,9 +177,6 @@ def test_a_tensor_without_a_name_cannot_be_saved(tmp_path: Path) -> None:
     pipe = make("1f1b", 2, lambda parameters: SGD([*parameters, scale], lr=0.1))
     with pytest.raises(ValueError, match=r"SGD holds a tensor of shape \(\) that is not the model's, so that a"):
         pipe.save(tmp_path)
-
-
-# --- gradual unfreezing ---
 
 
 def unfrozen(count: int) -> nn.Sequential:

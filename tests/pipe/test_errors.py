@@ -35,8 +35,6 @@ class Two(nn.Module):
         return x * mask
 
 
-# --- what PipelineModule is told ---
-
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown schedule": (
         {"schedule": "1f2b"},
@@ -176,8 +174,6 @@ def test_what_methods_are_given(use: Callable[[PipelineModule], object], message
         use(make())
 
 
-# --- schedules from files ---
-
 FILE = "0F0,,,0B0\n,1F0,1B0,\n"
 FILES: dict[str, tuple[str, dict[str, Any], str]] = {
     "bad cell": ("0F0,,,0B0\n,1F0,1X0,\n", {}, r"plan\.csv: row 2, column 3: cannot read the .* '1X0': .*3F12"),
@@ -205,9 +201,6 @@ def test_a_schedule_without_backward_evaluates_and_refuses_to_train(tmp_path: Pa
     assert pipe.eval_step(X, Y).loss is not None
     with pytest.raises(ScheduleError, match=r"schedule 'plan' has no backward: expected F and B"):
         pipe.train_step(X, Y)
-
-
-# --- models ---
 
 
 class Undecided(Parts, first=lambda: nn.Linear(6, 6), second=lambda: nn.Linear(6, 6)):

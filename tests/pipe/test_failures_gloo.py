@@ -81,9 +81,6 @@ def test_what_does_not_fit_is_refused_on_every_rank_alike(gloo: Pool, tmp_path: 
     assert at_once(*first, *second)
 
 
-# --- an error on one rank ---
-
-
 def error_on_one_rank() -> tuple[list[Told], float]:
     """In a stage, in the loss, in the optimizer, in its factory: each time a new pipeline in the same processes."""
     rank = int(os.environ["RANK"])
@@ -140,9 +137,6 @@ def test_an_error_on_one_rank_is_the_cause_on_the_others_at_once(gloo: Pool) -> 
             assert one.text.startswith("this pipeline has ended: expected a new PipelineModule after ")
         assert [one.kind for one in (closed, closed_too, closed_three)] == ["none"] * 3
         assert at_once(again, closed, closed_too, closed_three)
-
-
-# --- ranks that die or stall ---
 
 
 @pytest.fixture

@@ -15,9 +15,6 @@ from torch import Tensor, nn
 STREAMS = ["2bw", "pipedream"]
 
 
-# --- Parameters ---
-
-
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_hooks_of_parameters_run_once_a_microbatch_under_a_flush(kind: str, recompute: str) -> None:
@@ -92,9 +89,6 @@ def test_a_hook_behind_the_accumulation_is_refused_in_a_stream(schedule: str) ->
     model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
     with pytest.raises(ValueError, match=r"parameter '0.weight' has a hook after the accumulation .* '" + schedule):
         pipe.train_step(X, Y)
-
-
-# --- modules and tensors ---
 
 
 def nothing(*_: object) -> None:

@@ -123,9 +123,6 @@ def test_autocast() -> None:
     assert all(map(torch.equal, gradients, again))
 
 
-# --- one microbatch's activations ---
-
-
 def kept(forward: nn.Module, *leaves: Tensor, staying: list[Tensor] | None = None) -> tuple[Activations, Tensor]:
     stays = [*forward.parameters(), *(staying or [])]
     activations = Activations("microbatch 3 of stage 1 (block)", leaves=leaves, staying=stays, device=leaves[0].device)

@@ -52,8 +52,6 @@ def test_every_model_under_every_schedule(case: Case, layout: Layout) -> None:
     check(case, layout)
 
 
-# --- what a case may ask for ---
-
 INTERLEAVED = {"schedule": "interleaved", "num_ranks": 2, "num_chunks": 2}
 FROZEN: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {  # task, split points, prefixes
     "here and there": ("mlp", ("6", "12"), ("3.", "9.bias", "12.")),
@@ -139,9 +137,6 @@ def test_every_model_gloo(gloo: Pool, case: Case, layout: Layout) -> None:
 @pytest.mark.parametrize(("case", "layout"), cover(ranks=(2, 3, 4)))
 def test_every_model_under_every_schedule_gloo(gloo: Pool, case: Case, layout: Layout) -> None:
     gloo_check(gloo, case, layout)
-
-
-# --- what only several processes can show ---
 
 
 def train_as_torchrun_does(case: Case, layout: Layout) -> tuple[int, int, float]:

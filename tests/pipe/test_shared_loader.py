@@ -100,9 +100,6 @@ def test_a_cache_is_of_the_whole_host(gloo: Pool, tmp_path: Path) -> None:
     assert noted(tmp_path, "fetched") == dict.fromkeys(range(NUM_SAMPLES), 1)
 
 
-# --- by hand, without a pipeline ---
-
-
 def loader_of(
     folder: Path, process: int, processes: tuple[int, ...] = (0, 1), cache: int = 0, **options: Any
 ) -> SharedLoader:

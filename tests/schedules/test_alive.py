@@ -148,9 +148,6 @@ def test_a_message_for_two_stages_is_held_up_to_the_second_and_their_gradients_f
     assert between == set()
 
 
-# --- memory over time ---
-
-
 def at(curve: MemoryCurve, part: MemoryPart, time: float) -> float:
     """The value at a moment; the last of several points there."""
     before = [n for n, when in enumerate(curve.times) if when <= time]

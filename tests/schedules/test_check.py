@@ -48,9 +48,6 @@ def test_any_order_is_judged_as_the_graph_judges_it(schedule: Schedule) -> None:
         check(schedule)
 
 
-# --- deadlocks are told as a cycle ---
-
-
 def test_a_rank_that_waits_for_itself() -> None:
     with pytest.raises(ScheduleError) as error:
         check(by_hand("0F0 0B1 0F1 0B0", microbatches=2))
@@ -77,8 +74,6 @@ def test_only_the_cycle_is_told() -> None:
         move 3B0 before what waits for it, or 2B0 later"""
     )
 
-
-# --- what must stand there, once, on its rank ---
 
 GOOD = build("1f1b", num_ranks=2, num_microbatches=3)
 ONE = build("1f1b", num_ranks=1, num_microbatches=1)

@@ -41,9 +41,6 @@ def work(made: Lowered, rank: int) -> str:
     return " ".join(str(step) for step in made.programs[rank].steps if isinstance(step, Action | Collective))
 
 
-# --- where they stand ---
-
-
 def test_its_gradient_leaves_first() -> None:
     """The stage before waits for that; for the sum no stage does yet. In halves it waits for the last W."""
     schedule = build("1f1b", num_ranks=3, num_microbatches=2, replicas=(1, 2))
@@ -98,9 +95,6 @@ def test_collectives_print_and_parse() -> None:
             Collective.parse(wrong)
 
 
-# --- for any schedule, replicas and ties ---
-
-
 @st.composite
 def shared(draw: DrawFn) -> tuple[Schedule, list[Collective]]:
     """A flush schedule, and sums over any sets of its stages."""
@@ -124,9 +118,6 @@ def test_all_ranks_get_through(case: tuple[Schedule, list[Collective]]) -> None:
         for rank in left.pop(ready):
             queues[rank].pop(0)
     assert not any(queues)
-
-
-# --- what the checker refuses ---
 
 
 def altered(made: Lowered, rank: int, steps: Sequence[Step]) -> Lowered:
@@ -166,9 +157,6 @@ def test_sums_in_opposite_orders_print_the_circle() -> None:
         "  rank 0 begins 1+2REDUCE_GRAD0 before 0+3REDUCE_GRAD0",
         "  rank 1 begins 0+3REDUCE_GRAD0 before 1+2REDUCE_GRAD0",
     ]
-
-
-# --- what they cost ---
 
 
 def test_a_sum_runs_beside_compute_and_the_update_waits() -> None:

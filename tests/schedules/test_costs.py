@@ -152,8 +152,6 @@ def test_what_runs_as_one_backward_is_known_before_it_is_lowered(name: str) -> N
         assert table.of(op, stage, k) == own[op], (stage, op, k)
 
 
-# --- the epilogue ---
-
 FB_U = Costs(forward=1.0, backward=2.0, update=[0.5, 1.0, 0.25, 2.0])
 
 
@@ -170,9 +168,6 @@ def test_a_norm_counts_behind_no_update() -> None:
 def test_an_evaluation_has_no_epilogue(costs: Costs) -> None:
     schedule = build("1f1b", num_ranks=4, num_microbatches=3).forward_only()
     assert all(s.what.op is Op.F for trace in simulate(schedule, costs).ranks for s in trace.compute)  # type: ignore[union-attr]
-
-
-# --- what it refuses ---
 
 
 def test_a_deadlock() -> None:

@@ -116,9 +116,6 @@ def test_golden_holds_nothing_else() -> None:
     assert {path.stem for path in GOLDEN.glob("*.txt")} == set(FAMILIES)
 
 
-# --- pictures in docstrings ---
-
-
 @pytest.mark.parametrize(
     ("documented", "schedule"),
     [
@@ -216,9 +213,6 @@ def orders(programs: Iterable[Iterable[Any]]) -> list[list[str]]:
     return [[str(a) for a in program if str(a) and "REDUCE_GRAD" not in str(a)] for program in flat]
 
 
-# --- the rules coincide ---
-
-
 @pytest.mark.parametrize(("P", "M"), PLAIN)
 def test_the_order_of_1f1b_is_torchs(torch_schedules: Any, P: int, M: int) -> None:
     """Torch 2.13 writes the last rank's forwards as 1..M in its table (and runs 0..M-1): there only the ops count."""
@@ -248,9 +242,6 @@ def test_the_order_is_torchs(torch_schedules: Any, kind: str, sizes: tuple[int, 
         theirs = multi(torch_schedules, kind, P, V, M).pipeline_order
     ours = build(kind, num_ranks=P, num_microbatches=M, num_chunks=V)
     assert orders(theirs[rank] for rank in range(P)) == orders(ours.programs)
-
-
-# --- their tables here ---
 
 
 @pytest.mark.thorough(but=["compute_comms-ScheduleInterleaved1F1B-sizes5"])
@@ -284,9 +275,6 @@ def test_torchs_grid_of_a_plain_schedule_is_read(torch_schedules: Any) -> None:
     text = "".join(",".join("" if a is None else str(a) for a in order[rank]) + "\n" for rank in range(3))
     assert "REDUCE_GRAD" in text
     assert Schedule.from_csv(text, name="gpipe") == build("gpipe", num_ranks=3, num_microbatches=5)
-
-
-# --- our tables there ---
 
 
 @pytest.mark.thorough(but=["none-gpipe-sizes0"])

@@ -137,9 +137,6 @@ def test_no_order_beats_the_bound(case: tuple[Schedule, Costs, Links], norm: flo
     assert lower_bound(schedule, costs) <= simulate(schedule, costs).makespan
 
 
-# --- by hand ---
-
-
 def test_messages_of_one_link_queue() -> None:
     """
     rank 0 | F0 F1 F2                 F=1; a message takes 3 and arrives 0.5 later:
@@ -178,9 +175,6 @@ def test_the_bound_takes_the_quickest_way_of_replicas() -> None:
     links = Links(network={(0, 2): Link(), (1, 2): Link(latency=9.0)})
     assert lower_bound(schedule, Costs(forward=1.0), links) == 11.0
     assert simulate(schedule, Costs(forward=1.0), links).makespan == 11.0
-
-
-# --- what it refuses ---
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,6 @@ def steps(schedule: Schedule, rank: int, *, share_loss: bool = False) -> str:
     return " ".join(map(str, lower(schedule, sharing=Sharing(loss=share_loss)).programs[rank].steps))
 
 
-# --- by hand ---
-
-
 def test_inputs_and_proofs_of_1f1b() -> None:
     first, second = lower(build("1f1b", num_ranks=2, num_microbatches=2)).programs
     act = [Message(MessageKind.ACT, 0, 1, k) for k in range(2)]
@@ -71,9 +68,6 @@ def test_messages_say_what_they_are() -> None:
     assert str(Message(MessageKind.ACT, 0, 2, 7)) == "activations of microbatch 7 from stage 0 to stage 2"
     assert str(Message(MessageKind.GRAD, 2, 0, 7)) == "gradients of microbatch 7 from stage 2 to stage 0"
     assert str(Message(MessageKind.LOSS, 3, 1, 4)) == "loss of update group 4 from rank 3 to rank 1"
-
-
-# --- of any schedule ---
 
 
 @pytest.mark.thorough
@@ -184,9 +178,6 @@ def test_proofs(lowered: Lowered) -> None:
 
 def sender_of(lowered: Lowered, message: Message) -> int:
     return lowered.schedule.owner(message.src, message.index)
-
-
-# --- tampered with ---
 
 
 def tampered(lowered: Lowered, rank: int, change: Callable[[list[Step]], object]) -> Lowered:

@@ -178,9 +178,6 @@ def test_what_cannot_move() -> None:
     assert not forward_only.moves_activations
 
 
-# --- as a transformation places them ---
-
-
 @pytest.mark.thorough
 def test_half_of_the_stages_on_the_host_leave_a_quarter() -> None:
     """And nobody waits, while a way takes no longer than a forward."""

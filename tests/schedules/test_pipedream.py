@@ -23,9 +23,6 @@ def microbatches_for(P: int) -> list[int]:
     return sorted({max(P - 1, 1), P, P + 1, 2 * P, 3 * P + 2})
 
 
-# --- versions, staleness, memory ---
-
-
 @pytest.mark.thorough(but=["1"])
 @pytest.mark.parametrize("P", RANKS)
 def test_versions_staleness_and_activations(P: int) -> None:
@@ -99,9 +96,6 @@ def replayed(program: Sequence[Action], every: int) -> tuple[int, int]:
     return most, late
 
 
-# --- speed ---
-
-
 def warmups_of(schedule: Schedule) -> list[int]:
     """Forwards before the first backward, less the one that is paired with it."""
     return [[action.op for action in program].index(Op.B) - 1 for program in schedule.programs]
@@ -144,9 +138,6 @@ def test_any_warm_up_holds_what_it_says(P: int, data: st.DataObject) -> None:
     assert report.peak_activations == tuple(depth + 1 for depth in warmups)
 
 
-# --- mistakes ---
-
-
 @pytest.mark.thorough(but=["pipedream-sizes0-options0-update_every=3 for 4 microbatches: .* divides 4, such as 1 or 4"])
 @pytest.mark.parametrize(
     ("name", "sizes", "options", "message"),
@@ -184,9 +175,6 @@ def test_2bw_needs_as_many_microbatches_as_its_warm_up(P: int, M: int) -> None:
     claimed = replace(deeper, name="2bw", update_every=None, weight_rule="2bw")
     with pytest.raises(ScheduleError, match=rf"0F{2 * M} comes after 0 updates of stage 0, .* asks for version 1"):
         check(claimed)
-
-
-# --- mutations ---
 
 
 @pytest.mark.thorough(but=["1"])

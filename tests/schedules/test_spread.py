@@ -136,8 +136,6 @@ def test_the_same_seed_gives_the_same_samples() -> None:
     assert one == same != other
 
 
-# --- from measured steps ---
-
 SCHEDULE = build("1f1b", num_ranks=2, num_microbatches=3)
 COSTS = Costs(forward=[1.0, 1.5], backward=[2.0, 3.0], latency=0.05)
 

@@ -99,9 +99,6 @@ def actions(program: RankProgram) -> list[Action]:
     return [step for step in program.steps if isinstance(step, Action)]
 
 
-# --- any length, from any batch ---
-
-
 @pytest.mark.thorough(but=["False-2bw-P1-M1", "False-2bw-P2-M1"])
 @every_case
 @pytest.mark.parametrize("shares", [False, True])
@@ -222,8 +219,6 @@ def test_rank_0_needs_no_look_into_the_next_batch() -> None:
             assert sum(a.op is Op.U for a in done) == schedule.groups_per_batch
             assert all(a.op is not Op.F for a in actions(stream.drain(rank, 9, first_batch=0)))
 
-
-# --- refused ---
 
 # P=2, M=1, stashing; each program is right in itself. Rank 0 is one microbatch ahead.
 AHEAD = "0F0 0F1 0B0 0U0 0F2 0B1 0U1 0F3 0B2 0U2 0F4 0B3 0U3 0B4 0U4"

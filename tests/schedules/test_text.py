@@ -84,9 +84,6 @@ CSV = """\
 """
 
 
-# --- CSV ---
-
-
 def test_csv() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=3)
     assert schedule.to_csv() == CSV
@@ -201,9 +198,6 @@ def test_owners_that_no_order_makes_fit() -> None:
         check(Schedule.from_csv(text, owners=((1, 0),)))
 
 
-# --- JSON ---
-
-
 @pytest.mark.thorough
 @steady
 @given(schedules(), st.integers(1, 3), st.sampled_from(["flush", "2bw", "stashing"]), st.data())
@@ -279,17 +273,11 @@ def test_no_schedule_at_all(text: str, message: str) -> None:
         Schedule.from_json(text)
 
 
-# --- grids ---
-
-
 def test_cells_are_as_wide_as_the_widest() -> None:
     grid = build("gpipe", num_ranks=2, num_microbatches=11).grid()
     assert grid.splitlines()[1] == (
         "rank 1 | .   F0  F1  F2  F3  F4  F5  F6  F7  F8  F9  F10 B0  B1  B2  B3  B4  B5  B6  B7  B8  B9  B10 ."
     )
-
-
-# --- files ---
 
 
 @pytest.mark.parametrize("name", ["mine.csv", "mine.json", "mine"])

@@ -85,9 +85,6 @@ def test_times_may_begin_anywhere() -> None:
     assert later.ranks[1].comm[0] == Span(Message(MessageKind.ACT, 0, 1, 0), 101.5, 102.5)
 
 
-# --- JSON ---
-
-
 @pytest.mark.thorough
 @steady
 @given(schedules_with_costs(), st.booleans())
@@ -131,9 +128,6 @@ def test_no_timeline_at_all(text: str) -> None:
         Timeline.from_json(text)
 
 
-# --- the steady state of overlapping batches ---
-
-
 @pytest.mark.parametrize("name", ASYNC)
 def test_a_window_of_a_stream_has_its_steady_state(name: str) -> None:
     """A run's records of a few batches: the same period, bubble and activations as the whole."""
@@ -155,9 +149,6 @@ def test_too_few_batches_for_a_steady_state(batches: int) -> None:
     timeline = simulate(schedule, Costs(forward=1.0, backward=2.0))
     assert timeline.batch_seconds == timeline.makespan == (4 * batches + 2) * 3
     assert timeline.bubble == pytest.approx(2 / (4 * batches + 2))
-
-
-# --- clocks ---
 
 
 class Apart:

@@ -147,9 +147,6 @@ def optimizer_states(named: Sequence[tuple[str, Tensor]], optimizers: Any) -> di
     }
 
 
-# --- which version ---
-
-
 class Use(NamedTuple):
     """Versions of one stage for one microbatch: that of F and B, and the newest one when B comes."""
 
@@ -199,9 +196,6 @@ def delay_of(case: AsyncCase, stage: int) -> float:
         return {"2bw": 1.0, "1f1b": 0.0}[case.schedule]
     in_flight = case.num_stages - 1 - (0 if case.vertical_sync else stage)
     return in_flight / case.update_every
-
-
-# --- the replay ---
 
 
 class _Seeder(Seeder):

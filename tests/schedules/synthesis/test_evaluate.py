@@ -160,9 +160,6 @@ def test_too_little_memory_names_the_smallest_that_suffices() -> None:
     pose(num_ranks=3, num_microbatches=4, costs=Costs(), placement="v", memory_limit=2)
 
 
-# --- forwards in idle time ---
-
-
 def test_a_forward_moves_into_the_gap_that_it_fits() -> None:
     """F2 arrives at once: it ends at 3, before I0 may run. With less room it has to wait for what I0 and W0 free."""
     costs = Costs(forward=1, input_grad=1, weight_grad=1)
