@@ -324,11 +324,11 @@ def test_mistakes_name_the_value_what_was_expected_and_what_to_type(
 
 def test_a_plan_for_batches_of_another_size_is_refused(mine: Path, cli: Cli) -> None:
     alone = {"stages": (PlanStage(nodes=("0", "1", "2"), ranks=(0,), step_seconds=0.3),), "num_devices": 1}
-    write_plan(mine, (), **alone, microbatch_size=4)
+    write_plan(mine, ("0", "1"), **alone, microbatch_size=4)
     error = cli.refused("train --ranks 1 --dry-run", *OWN, "--plan plan.json")
     assert "own_mine:few gives batches of 8, and the plan is for 4 microbatches of 4 samples: expected batches" in error
     assert "batches of 16 (--batch where" in error
-    write_plan(mine, (), **alone)
+    write_plan(mine, ("0", "1"), **alone)
     assert main(["train", "--ranks", "1", "--dry-run", *OWN, "--plan", "plan.json"]) == 0
 
 

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,8 +61,8 @@ def test_time_between_actions_counts_for_the_one_before_and_waits_do_not() -> No
 
 def hand_clock() -> Any:
     """A clock that the test sets."""
-    clock = SimpleNamespace(at=0.0)
-    clock.stamp = lambda: clock.at
+    clock: Any = HostClock()
+    clock.at, clock.stamp = 0.0, lambda: clock.at
     return clock
 
 
