@@ -261,16 +261,12 @@ def _print(options: CalibrateOptions, steps: Sequence[StepRow], found: Calibrati
         cells = [step.where.rpartition(", ")[2], duration(step.seconds)]
         for predicted in (found.before, found.after, left_out):
             known = i < len(predicted)
-            cells += [duration(predicted[i]), _off(predicted[i], step.seconds)] if known else ["", ""]
+            cells += [duration(predicted[i]), f"{predicted[i] / step.seconds - 1:+.1%}"] if known else ["", ""]
         rows.add_row(*cells)
     for shown in ([constants] if found.fitted else []) + [rows]:
         out.print(shown)
     for line in _said(options, steps, found):
         print(wrapped(line))
-
-
-def _off(predicted: float, measured: float) -> str:
-    return f"{predicted / measured - 1:+.1%}"
 
 
 def _said(options: CalibrateOptions, steps: Sequence[StepRow], found: Calibration[Any]) -> list[str]:

@@ -139,7 +139,8 @@ def changed_by_rounding(
     def measured() -> dict[str, float]:
         begun = time.perf_counter()
         own = {name: x for name, x in expected.items() if x is not None}
-        same = {name for name, x in sample(0).items() if x is not None and name in own and _is_same(x, own[name])}
+        again = {name: x for name, x in sample(0).items() if x is not None and name in own}
+        same = {name for name, x in again.items() if torch.equal(x.to_dense(), own[name].to_dense())}
         changes: dict[str, list[float]] = {name: [0.0] for name in same}
         for number in range(1, _SAMPLES + 1):
             if (time.perf_counter() - begun) * (number + 1) / number > seconds:
@@ -150,10 +151,6 @@ def changed_by_rounding(
         return {name: _SPREAD * sorted(each)[-2:][0] for name, each in changes.items()}
 
     return lambda name: measured().get(name, 0.0)
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.to_dense(), other.to_dense())
 
 
 def rounded(x: torch.Tensor, rounding: float, number: int = 0) -> torch.Tensor:

@@ -163,7 +163,9 @@ def switch_script(processes: Sequence[int], shape: Shape) -> str:
         place = "root"
         if shape.latency > 0:
             packets = 10_000 + 2 * _in_flight(shape) // 1500
-            lines.append(f"tc qdisc add dev {port} root handle 1: netem delay {_time(shape.latency)} limit {packets}")
+            lines.append(
+                f"tc qdisc add dev {port} root handle 1: netem delay {1e6 * shape.latency:.0f}us limit {packets}"
+            )
             place = "parent 1:1"
         if shape.bandwidth is not None:
             lines.append(_token_bucket(port, place, shape.bandwidth, _small_burst(shape.bandwidth)))
@@ -233,7 +235,3 @@ def _large_burst(bandwidth: float) -> int:
 
 def _rate(bandwidth: float) -> str:
     return f"{round(8 * bandwidth)}bit"
-
-
-def _time(seconds: float) -> str:
-    return f"{1e6 * seconds:.0f}us"

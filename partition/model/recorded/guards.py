@@ -286,7 +286,7 @@ class Walk:
         inner: list[tuple[str, object]] = [(f"{path}.__wrapped__", x.__wrapped__)] if hasattr(x, "__wrapped__") else []
         if not self._has_run(x):
             return inner
-        contents = self._check(lambda: map(_content, x.__closure__ or ()))
+        contents = self._check(lambda: [_there(getattr, cell, "cell_contents") for cell in x.__closure__ or ()])
         cells = zip(x.__code__.co_freevars, contents, strict=True)
         inner += [(f"{path}<{name}>", content) for name, content in cells if content is not _MISSING]
         return [*inner, (f"{path}.__defaults__", x.__defaults__), (f"{path}.__kwdefaults__", x.__kwdefaults__)]
@@ -376,10 +376,6 @@ def _there(take: Callable[..., object], *args: object) -> Any:
         return take(*args)
     except (ValueError, AttributeError):
         return _MISSING
-
-
-def _content(cell: types.CellType) -> object:
-    return _there(getattr, cell, "cell_contents")
 
 
 def _table(x: object) -> dict[str, object] | None:

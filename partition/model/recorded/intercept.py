@@ -23,6 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+Args = tuple[Any, ...]
+Keywords = dict[str, Any]
+AnyCall = Callable[..., Any]
+Generators = Callable[..., Generator[None]]  # each a context before `contextmanager`
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -103,27 +107,18 @@ class Patches(ExitStack):
 class Listener(Protocol):
     """Sees calls; each method makes the call, and returns its result."""
 
-    def module(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def module(self, module: nn.Module, call: AnyCall, args: Args, kwargs: Keywords) -> Any:
         """A call of one of the modules that are listened to."""
 
-    def function(
-        self, function: Callable[..., Any], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def function(self, function: AnyCall, call: AnyCall, args: Args, kwargs: Keywords) -> Any:
         """A call of a public function of torch, or of the `apply` of an autograd function, outside of others. `call`:
         makes it."""
 
-    def reentrant(
-        self, apply: Callable[..., Any], function: Callable[..., Any], preserve: bool, args: tuple[Any, ...]
-    ) -> Any:
+    def reentrant(self, apply: AnyCall, function: AnyCall, preserve: bool, args: Args) -> Any:
         """A call of checkpoint(use_reentrant=True)."""
 
     def not_reentrant(
-        self,
-        generator: Callable[..., Generator[None]],
-        function: Callable[..., Any],
-        options: Mapping[str, Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, generator: Generators, function: AnyCall, options: Mapping[str, Any], args: Args, kwargs: Keywords
     ) -> AbstractContextManager[None]:
         """Around the function of checkpoint(use_reentrant=False)."""
 
@@ -133,7 +128,7 @@ def listening(listener: Listener, modules: Mapping[int, nn.Module]) -> Iterator[
     """Within: the listener sees calls, those of modules with these ids only."""
     with Patches() as patches, _autograd_functions(listener), _checkpointing(listener), _Functions(listener):
 
-        def hooked(original: Callable[..., Any], _: object) -> Callable[..., Any]:
+        def hooked(original: AnyCall, _: object) -> AnyCall:
             def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 if id(self) not in modules:
                     return original(self, *args, **kwargs)
@@ -153,9 +148,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self.listener = listener
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Keywords | None = None) -> Any:
         return self.listener.function(func, func, args, kwargs or {})
 
 
@@ -190,7 +183,7 @@ def _autograd_functions(listener: Listener) -> Iterator[None]:
 
     here = threading.get_ident()
 
-    def told(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def told(kind: Any, args: Args, kwargs: Keywords) -> Any:
         if threading.get_ident() != here:
             return original(kind, *args, **kwargs)
 
@@ -222,7 +215,7 @@ def _checkpointing(listener: Listener) -> Iterator[None]:
 
     here = threading.get_ident()
 
-    def generator(function: Callable[..., Any], *rest: Any, **kwargs: Any) -> Generator[None]:
+    def generator(function: AnyCall, *rest: Any, **kwargs: Any) -> Generator[None]:
         if threading.get_ident() != here:
             yield from original(function, *rest, **kwargs)
             return
@@ -265,9 +258,7 @@ class Announcer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._listens = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Keywords | None = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and not self._has_drawn:
             self._has_drawn = True
             self._tell()
@@ -279,7 +270,7 @@ class Announcer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number is not None:
             self._enter(number)
 
-    def module(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def module(self, module: nn.Module, call: AnyCall, args: Args, kwargs: Keywords) -> Any:
         if self._inside or id(module) not in self._units:
             return call(*args, **kwargs)
         self._tell()
@@ -299,9 +290,7 @@ class Announcer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(hearing_no_functions(self))
             yield
 
-    def function(
-        self, function: Callable[..., Any], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def function(self, function: AnyCall, call: AnyCall, args: Args, kwargs: Keywords) -> Any:
         if self._inside:
             return call(*args, **kwargs)
         self._inside, self._has_drawn = True, False
@@ -310,9 +299,7 @@ class Announcer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._inside, self._has_drawn = False, True
 
-    def reentrant(
-        self, apply: Callable[..., Any], function: Callable[..., Any], preserve: bool, args: tuple[Any, ...]
-    ) -> Any:
+    def reentrant(self, apply: AnyCall, function: AnyCall, preserve: bool, args: Args) -> Any:
         if self._inside:
             return apply(function, preserve, *args)
         again = self._again(function)
@@ -324,17 +311,12 @@ class Announcer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return apply(run, preserve, *args)
 
     def not_reentrant(
-        self,
-        generator: Callable[..., Generator[None]],
-        function: Callable[..., Any],
-        options: Mapping[str, Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, generator: Generators, function: AnyCall, options: Mapping[str, Any], args: Args, kwargs: Keywords
     ) -> AbstractContextManager[None]:
         rerun = function if self._inside else self._again(function)
         return contextmanager(generator)(rerun, *options.values(), *args, **kwargs)
 
-    def _again(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _again(self, function: AnyCall) -> AnyCall:
         """The function as it runs again in the backward: it begins with the number of the first time."""
         first = self._next
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -37,7 +37,7 @@ from .calls import (
     follows,
     samples_of,
 )
-from .intercept import Roles, hearing_no_functions
+from .intercept import AnyCall, Args, Generators, Keywords, Roles, hearing_no_functions
 from .reads import IN_A_MODULE, NOT_HERE, Attributes, CodeReads, OpenedModule, Tables
 from .refusals import RefusedError, check_now, refuse_distribution, refuse_function, refuse_packed
 from .templates import Constant, Parts, Ref, Slot, Template
@@ -118,7 +118,7 @@ class ForwardRecorder:
 
     # What is listened to
 
-    def module(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def module(self, module: nn.Module, call: AnyCall, args: Args, kwargs: Keywords) -> Any:
         if self._running is not None:
             return call(*args, **kwargs)
         path = self._path_of[id(module)]
@@ -132,9 +132,7 @@ class ForwardRecorder:
         with self._reads.paused():
             return self._unit(path, module, call, args, kwargs)
 
-    def _unit(
-        self, path: str, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _unit(self, path: str, module: nn.Module, call: AnyCall, args: Args, kwargs: Keywords) -> Any:
         self._draws.check()
         self._note_stores()
         self._tables.check(module)
@@ -157,17 +155,13 @@ class ForwardRecorder:
         self._tables.note(module)
         return made
 
-    def function(
-        self, function: Callable[..., Any], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def function(self, function: AnyCall, call: AnyCall, args: Args, kwargs: Keywords) -> Any:
         if self._running is not None or self._is_busy:
             return call(*args, **kwargs)
         with self._reads.paused():
             return self._function(function, call, args, kwargs)
 
-    def _function(
-        self, function: Callable[..., Any], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _function(self, function: AnyCall, call: AnyCall, args: Args, kwargs: Keywords) -> Any:
         if function is torch.Tensor.__iter__:
             return iter(self.function(torch.Tensor.unbind, torch.Tensor.unbind, args, kwargs))
         if function in READS and not kwargs:
@@ -209,21 +203,14 @@ class ForwardRecorder:
         self._tables.on_tensors += [result] * isinstance(result, RemovableHandle)
         return result
 
-    def reentrant(
-        self, apply: Callable[..., Any], function: Callable[..., Any], preserve: bool, args: tuple[Any, ...]
-    ) -> Any:
+    def reentrant(self, apply: AnyCall, function: AnyCall, preserve: bool, args: Args) -> Any:
         if self._running is not None:
             return apply(function, preserve, *args)
         with self._region({"use_reentrant": True, "preserve_rng_state": preserve}):
             return function(*args)
 
     def not_reentrant(
-        self,
-        generator: Callable[..., Generator[None]],
-        function: Callable[..., Any],
-        options: Mapping[str, Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, generator: Generators, function: AnyCall, options: Mapping[str, Any], args: Args, kwargs: Keywords
     ) -> AbstractContextManager[None]:
         if self._running is not None:
             return contextmanager(generator)(function, *options.values(), *args, **kwargs)
@@ -240,7 +227,7 @@ class ForwardRecorder:
 
     # Decisions on what is drawn
 
-    def _decided(self, read: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _decided(self, read: AnyCall, args: Args) -> Any:
         """Python's reading of a value that depends on random numbers and constants alone; None of any other value. It
         must be the same in all samples, and is guarded. A flag of which one value alone raises no error is that."""
         number = self._values.number_of(args[0])
@@ -277,8 +264,8 @@ class ForwardRecorder:
     def _make_busy(
         self,
         call: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Keywords,
         build: Callable[[dict[str, Any]], UnitCall | GlueCall],
         *,
         unit: str | None = None,
