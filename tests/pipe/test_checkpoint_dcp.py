@@ -306,10 +306,11 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "nested": (lambda folder: saved({"model": {"a": {"b": torch.ones(1)}}}, folder), "expected a model's state_dict"),
     # A thousand times its size in memory, before it was refused.
-    "two_lists": (
-        two_lists,
+    "deflated": (
+        lambda folder: chunk_of(folder, NAMED, ended(*packed(folder / "made", bytes(10**6), ZIP_DEFLATED))),
         "it is compressed, or damaged: expected a file of torch.save, which unpacks to its own size",
     ),
+    "two_lists": (two_lists, "it is compressed, or damaged"),
     "bytes_of_any_number": (
         value_of(b"\x80\x02c__builtin__\nbytearray\nq\x00J\x00\x00\x00\x10\x85R."),
         "it has a bytearray, which checkpoints never have",

@@ -167,8 +167,10 @@ def _operation() -> None:
 
 def _audit(event: str, arguments: tuple[object, ...]) -> None:
     if LEFT:
+        writes = event == "open" and set("wx") & set(str(arguments[1]))
+        assert not writes or Path(str(arguments[0])).name != "latest"  # which is renamed into its place
         removals = ("os.remove", "os.rmdir") if isinstance(ERROR[0], Cut) else ()
-        if event in ("os.mkdir", "os.rename", *removals) or (event == "open" and set("wx") & set(str(arguments[1]))):
+        if event in ("os.mkdir", "os.rename", *removals) or writes:
             _operation()
 
 

@@ -146,6 +146,7 @@ REFUSED: list[tuple[object, dict[str, Any], str]] = [
     ("zip", {}, "compress='zip': expected 'int8', 'topk'"),
     ({"topk": 1.5}, {}, r"compress=\{'topk': 1.5\}: expected 'int8', 'topk'"),
     ({(1, 2): "int8"}, {}, r"compress=\{\(1, 2\): 'int8'\}: no message is sent there. .* are \(0, 1\)$"),
+    ({(1, 0): "int8"}, {}, "no message is sent there"),
     ("int8", {"mesh": {"pipe": 1}}, "no message is sent there. Boundaries between ranks are none"),
     ({"data": "int8"}, {}, r"where no stage has replicas: expected Mesh\(data=D\)"),
     ({"data": "int8"}, {"mesh": {"data": 2}}, "in one process, where replicas share Parameters"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from support.inside import Seen, TokenBlocks
 from support.parts import GIVEN, Does, Parts
 from support.pool import Pool
 from support.sliced import VOCABULARY, T, batch, chain, counted_loss, mean_loss
-from support.small import sgd
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -118,9 +118,10 @@ def _trained(name: str, folder: str) -> tuple[list[float], float]:
     loss_fn = counted_loss if counted else mean_loss
     plain, (tokens, targets) = chain(), batch()
     delay = int(options["schedule"] == "2bw")
-    losses = train_alone(plain, [batch()] * 3, sgd, loss_fn=loss_fn, clip=1.0, delay=delay).losses
-    settings = {"num_microbatches": 2, "optimizer": sgd, "max_grad_norm": 1.0, "verify": True} | options
-    with PipelineModule(chain(), mesh=Mesh(**mesh), loss_fn=loss_fn, **settings) as pipe:
+    alone: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "loss_fn": loss_fn}
+    losses = train_alone(plain, [batch()] * 3, clip=1.0, delay=delay, **alone).losses
+    settings: dict[str, Any] = alone | {"num_microbatches": 2, "max_grad_norm": 1.0}
+    with PipelineModule(chain(), mesh=Mesh(**mesh), verify=True, **settings | options) as pipe:
         number, count = pipe.replica
         own = slice(number * 4 // count, (number + 1) * 4 // count)
         results = [pipe.train_step(tokens[own], targets[own]) for _ in losses]
@@ -137,6 +138,11 @@ def _trained(name: str, folder: str) -> tuple[list[float], float]:
         output: Any = pipe.predict(tokens[own])
         if output is not None:
             differences.append((output - plain(tokens[own])).abs().max().item())
+    four, schedule = train_alone(chain(), [batch()] * 4, clip=1.0, delay=delay, **alone), "2bw" if delay else "1f1b"
+    with PipelineModule(chain(), mesh={"pipe": 2, "data": 2}, schedule=schedule, **settings) as pipe:
+        pipe.load(folder)  # the optimizers' state, too
+        pipe.train_step(*(x.chunk(2)[pipe.replica[0]] for x in batch()))
+        differences += [float((x - four.state[name]).abs().max()) for name, x in pipe.full_state_dict().items()]
     return differences, worst
 
 

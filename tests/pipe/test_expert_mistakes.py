@@ -133,15 +133,16 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 def _refused(kind: str) -> None:
     warnings.filterwarnings("ignore", message=".*torch.jit")  # of compile=
-    mesh: Any = Mesh(pipe=1, expert=2, **_MESHES.get(kind, {}))
 
-    def train() -> None:
+    def train(axis: str) -> None:
+        mesh: Any = Mesh(pipe=1, **{axis: 2}, **_MESHES.get(kind, {}))
         with pipeline(mesh, model=model(_with(kind)), **_OPTIONS.get(kind, {})) as pipe:
             for step in range(3):
                 pipe.train_step(*batch(0, step, 2 + 2 * (kind == "late") * pipe.replica[0]))
 
-    with pytest.raises(ValueError, match=_TEXTS[kind]):
-        train()
+    for axis in ("expert", "context") if kind in ("sync", "auto", "reroute", "memory", "compiled") else ("expert",):
+        with pytest.raises(ValueError, match=_TEXTS[kind].replace("expert", axis)):
+            train(axis)
 
 
 @pytest.mark.thorough

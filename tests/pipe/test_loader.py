@@ -300,6 +300,9 @@ def train_from_own_weights(how: str, folder: str) -> str:
     with make(rank) as pipe:
         if how == "load":
             pipe.load(folder)
+        if how == "load_state_dict":
+            pipe.build(*batch)
+            pipe.load_state_dict(pipe.full_state_dict())
         try:
             return str(pipe.train_step(*batch).loss)
         except ValueError as error:
@@ -307,7 +310,7 @@ def train_from_own_weights(how: str, folder: str) -> str:
 
 
 @pytest.mark.thorough(but=["nothing"])
-@pytest.mark.parametrize("how", ["nothing", "load"])
+@pytest.mark.parametrize("how", ["nothing", "load", "load_state_dict"])
 def test_weights_that_processes_made_each_for_itself_are_told(gloo: Pool, how: str, tmp_path: Path) -> None:
     told = gloo.run(train_from_own_weights, ranks=2, args=(how, str(tmp_path)))
     if how == "nothing":

@@ -5,6 +5,7 @@ first and rank 1 with stage 3, so that 1+2 and 0+3 are ready in opposite orders.
 """
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,9 @@ from support.failing import refusal
 from support.inside import (
     ALONE_BYTES,
     BUCKET_BYTES,
+    BucketSum,
     SharedSum,
+    buckets,
     buckets_of,
     pack,
     start_matrix,
@@ -228,7 +231,7 @@ def test_a_gradient_that_a_hook_changes_behind_its_backward_never_leaves_early(g
         assert "the gradient of '1.weight' was changed after its backward" in found[-1]
 
 
-def test_large_gradients_have_a_bucket_each() -> None:
+def test_large_gradients_have_a_bucket_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are summed where they are: a copy of all gradients would double their memory while sums are under way."""
     sizes = [10, ALONE_BYTES // 4, 0, 20, ALONE_BYTES // 4 - 1, ALONE_BYTES]
     tensors = [torch.empty(size, device="meta") for size in sizes]
@@ -238,6 +241,12 @@ def test_large_gradients_have_a_bucket_each() -> None:
     assert buckets_of(tensors[1:3]) == [(0,)]
     many = [torch.empty(ALONE_BYTES // 8, device="meta")] * (3 * BUCKET_BYTES // ALONE_BYTES)
     assert [len(bucket) for bucket in buckets_of(many)] == [n * BUCKET_BYTES // ALONE_BYTES for n in (2, 1)]
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 16)
+    nobody: Any = SimpleNamespace(begin_all_reduce=lambda total, **_: lambda: None)
+    small = [torch.full((2,), float(number)) for number in range(4)]
+    total = BucketSum(small, nobody, what="two buckets, which are under way together")
+    total.leave_all(small)
+    near(total.wait(), small)
 
 
 STEPS = 4
