@@ -61,7 +61,8 @@ def test_a_real_run_of_a_stage_a_rank(gloo: Pool, tmp_path: Path, capsys: pytest
         assert 0 < stage["compute"] <= 1
         assert 0 <= stage["links"] <= 1
         assert sum(stage[name] for name in suite.PARTS) == pytest.approx(stage["peak"], rel=0.05)
-        assert min(stage[name] for name in ("weights", "activations")) > 0
+        assert min(stage[name] for name in ("weights", "activations", "workspace")) > 0
+        assert stage["optimizer"] == pytest.approx(2 * stage["weights"], rel=0.001)  # and the numbers of steps
     assert suite.draw([*figures, *made_up("lstm")], tmp_path)[0][1] == "suite.png"
     assert (tmp_path / "suite.png").stat().st_size > 10_000
     bench_command.show_suite(suite.told([*figures, *made_up("lstm")]), tmp_path / "suite.png")
