@@ -30,6 +30,7 @@ from support.inside import (
     outcomes,
     ranges,
     reference,
+    seconds_of,
     suite,
 )
 from support.inside import JobsFigureFigure as Figure
@@ -215,6 +216,14 @@ def test_methods_are_judged_at_their_best_rates(tmp_path: Path) -> None:
     pictures = [tmp_path / name for _, name in draw(FOUND, tmp_path)]
     assert [path.name for path in pictures] == ["convergence.png"]
     assert all(path.stat().st_size > 10_000 for path in pictures)
+
+
+def test_updates_with_a_flush_take_the_time_of_one() -> None:
+    method, flush = Case.of({**LATE, "flush_first": 10}), Case.of({**LATE, "schedule": "1f1b"})
+    assert seconds_of(FOUND, method) is None  # nobody timed 1f1b with this correction
+    timed = Figure(case=flush, name="throughput", value=500.0, unit="tokens/s", how=How.MEASURED)
+    seconds, setting = seconds_of([*FOUND, timed], method), Setting.of(method.values)
+    assert seconds(30) == pytest.approx((10 / 500 + 20 / 1500) * setting.sequences * setting.length)
 
 
 def test_schedules_that_update_behind_each_microbatch_see_the_same_batches() -> None:
