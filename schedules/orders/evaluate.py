@@ -156,7 +156,8 @@ class OrderEvaluator:
         return None if left else played
 
     def value(self, orders: Sequence[Sequence[int]]) -> float:
-        """The objective of an order [s]; infinite for a deadlock. Memory is not checked."""
+        """The objective of an order [s]; infinite for a deadlock. A W is taken to come after its I on its rank: slides
+        and swaps keep it there. Memory is not checked."""
         times = self.play(orders)
         return float("inf") if times is None else self.value_of(times)
 

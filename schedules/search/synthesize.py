@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain as joined
 from itertools import pairwise
 
+from ..checks import check
 from ..ir import Schedule
 from ..orders.evaluate import OrderEvaluator, Orders
 from ..orders.problem import Objective, Problem
@@ -160,8 +161,8 @@ def synthesize(
         seed: of the random choices.
         on_progress: called with each improvement.
 
-    Raises ValueError for arguments that do not fit, MemoryLimitError (a ValueError) for a limit that no schedule can
-    meet, with the smallest possible.
+    Raises ValueError for arguments that do not fit, ScheduleError (a ValueError) for a `start` that cannot run,
+    MemoryLimitError (a ValueError) for a limit that no schedule can meet, with the smallest possible.
 
     >>> found = synthesize(num_ranks=4, num_microbatches=8, costs=Costs(), memory_limit=4)
     >>> found.value, found.is_optimal, found.timeline.peak_activations
@@ -182,6 +183,8 @@ def synthesize(
         kept_share=kept_share,
         links=links,
     )
+    if start is not None:
+        check(start)  # the search compares programs that are sound, and keeps them so
     return solve(request, budget, start=start, on_progress=on_progress)
 
 

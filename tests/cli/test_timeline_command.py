@@ -11,7 +11,7 @@ from support.run_folder import write_run
 
 from stagewright.partition import Cluster, Node, Profile, plan
 from stagewright.schedules import Costs, Op, RankTrace, StageBytes, StepSamples, Timeline, build, simulate
-from stagewright.viz import Exhibit, MeasuredStep
+from stagewright.viz import Exhibit, MeasuredStep, write_perfetto
 
 SIZES = CostOptions(ranks=2, microbatches=4, forward=(1.0,), latency=0.25)
 
@@ -55,6 +55,9 @@ def test_a_run_by_name_folder_or_file(files: Path, source: str) -> None:
 def test_timelines_as_they_are(files: Path) -> None:
     assert read_exhibits(["simulated.json"])[0] == Exhibit(name="simulated", simulated=step())
     assert read_exhibits(["measured.json"])[0].measured == (MeasuredStep(0, step(measured=True)),)
+    both = Exhibit(name="own", simulated=step(), measured=(MeasuredStep(0, step(measured=True)),))
+    write_perfetto([*both.timelines], "own.json")
+    assert read_exhibits(["own.json"]) == [both]
 
 
 @pytest.mark.thorough

@@ -14,6 +14,7 @@ from support.commands import Done
 from support.inside import (
     CASES,
     DECLARATION,
+    BenchOptions,
     Case,
     Declaration,
     How,
@@ -29,6 +30,7 @@ from support.inside import (
     bench_report,
     bench_steps,
     lines_of,
+    parts_for,
     repeated,
     replicate,
 )
@@ -56,6 +58,15 @@ def test_every_case_is_measured_and_its_works_are_there():
     for part in PARTS.values():
         module, _, function = part.work.partition(":")
         assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_parts_are_repeated_and_are_a_job_each_where_a_peak_counts(tmp_path: Path):
+    names = ("sleep-1f1b", "planned-run", "planning-scale")
+    parts = parts_for(tuple(PARTS.values()), names, BenchOptions(repetitions=2), tmp_path)
+    found = {part.name: part for part in parts}
+    assert (found["steps"].repetitions, found["planning-scale"].repetitions) == (2, 1)
+    assert [case.get("repetition") for case in found["memory-in-use"].cases] == [0, 0, 1, 1]
+    assert {case.text("folder") for case in found["memory-in-use"].cases} == {str(tmp_path)}
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from support.inside import (
     outcomes,
     ranges,
     reference,
+    seconds_of,
     suite,
 )
 from support.inside import JobsFigureFigure as Figure
@@ -61,7 +62,8 @@ def test_a_real_run_of_a_stage_a_rank(gloo: Pool, tmp_path: Path, capsys: pytest
         assert 0 < stage["compute"] <= 1
         assert 0 <= stage["links"] <= 1
         assert sum(stage[name] for name in suite.PARTS) == pytest.approx(stage["peak"], rel=0.05)
-        assert min(stage[name] for name in ("weights", "activations")) > 0
+        assert min(stage[name] for name in ("weights", "activations", "workspace")) > 0
+        assert stage["optimizer"] == pytest.approx(2 * stage["weights"], rel=0.001)  # and the numbers of steps
     assert suite.draw([*figures, *made_up("lstm")], tmp_path)[0][1] == "suite.png"
     assert (tmp_path / "suite.png").stat().st_size > 10_000
     bench_command.show_suite(suite.told([*figures, *made_up("lstm")]), tmp_path / "suite.png")
@@ -214,6 +216,14 @@ def test_methods_are_judged_at_their_best_rates(tmp_path: Path) -> None:
     pictures = [tmp_path / name for _, name in draw(FOUND, tmp_path)]
     assert [path.name for path in pictures] == ["convergence.png"]
     assert all(path.stat().st_size > 10_000 for path in pictures)
+
+
+def test_updates_with_a_flush_take_the_time_of_one() -> None:
+    method, flush = Case.of({**LATE, "flush_first": 10}), Case.of({**LATE, "schedule": "1f1b"})
+    assert seconds_of(FOUND, method) is None  # nobody timed 1f1b with this correction
+    timed = Figure(case=flush, name="throughput", value=500.0, unit="tokens/s", how=How.MEASURED)
+    seconds, setting = seconds_of([*FOUND, timed], method), Setting.of(method.values)
+    assert seconds(30) == pytest.approx((10 / 500 + 20 / 1500) * setting.sequences * setting.length)
 
 
 def test_schedules_that_update_behind_each_microbatch_see_the_same_batches() -> None:

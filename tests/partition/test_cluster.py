@@ -207,6 +207,9 @@ def test_a_flat_ring_goes_at_the_pace_of_its_slowest_hop() -> None:
     assert four.seconds(0.55e6, number=3) == pytest.approx(2 * 6 * 4e-3 + 0.55e6 / 1.25e8)  # two at a time
     assert pair.seconds(0.55e6) == pytest.approx(2 * (4e-3 + 0.55e6 / 2 / 1.25e8))
     assert (four.busy_share, flat.ring((2, 3)).busy_share, flat.ring((2,)).seconds(1e9)) == (0.5, 0.0, 0.0)
+    far = Topology(Cluster(levels=(replace(levels[1], size=4, reduce_latency=0.02),), rings="flat")).ring(range(4))
+    for number, waits in ((1, 0.02), (2, 0.01), (6, 0.01)):  # of segments of 1 MiB, while the other sum is under way
+        assert far.seconds(1e12, number=number) == pytest.approx(3 / 4 * 1e12 * (1 / 1.25e8 + waits / 2**20))
     by_levels = Topology(Cluster(levels=levels))
     assert by_levels.ring(range(4)).latency == pytest.approx(2 * 2 * 5e-5 + 2 * 4e-3)  # two hops inside, one between
     for members in ((0, 1), (2, 3), (0, 2), (0, 3)):  # nobody shares a host with another, or all do

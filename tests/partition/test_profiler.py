@@ -64,6 +64,7 @@ def test_sleeping_modules_take_what_they_sleep() -> None:
     assert second.forward_seconds != first.forward_seconds
     assert third.input_grad_seconds >= 0.03  # an autograd.Function computes both at once: nothing is left for W
     assert third.weight_grad_seconds < 0.03
+    assert first.input_grad_seconds == 0.0 < first.weight_grad_seconds  # its input wants no gradient
 
 
 class SlowToSplit(SleepingStage):

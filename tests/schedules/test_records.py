@@ -289,17 +289,25 @@ def test_a_missing_file_is_an_empty_row(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_has_each_step_once(tmp_path: Path) -> None:
     """Steps behind the checkpoint are run again; those of the first start do not count, nor are the two mixed."""
-    write(tmp_path, {0: (3, 23, 43), 1: (3, 23), 2: (3, 23, 43)})
+    write(tmp_path, {0: (3, 23, 43), 1: (3, 23), 2: (23, 43)})
     fewer = build("gpipe", num_ranks=2, num_microbatches=4)
-    write(tmp_path, {0: (23, 63), 1: (23,)}, run="b", first_step=20, schedule=fewer, ahead=(0, 0), started="2026-01-02")
+    write(
+        tmp_path,
+        {0: (23, 63, 83), 1: (23,)},
+        run="b",
+        first_step=20,
+        schedule=fewer,
+        ahead=(0, 0),
+        started="2026-01-02",
+    )
     traces = read(tmp_path)
-    assert [(number, timeline.schedule.name) for number, timeline in traces.steps] == [
-        (3, "1f1b"),
-        (23, "gpipe"),
-        (63, "gpipe"),
-    ]
+    names = [(number, timeline.schedule.name) for number, timeline in traces.steps]
+    assert names == [(3, "1f1b"), (23, "gpipe"), (63, "gpipe"), (83, "gpipe")]
     assert same(traces.steps[1].timeline, of_step(23, fewer))
-    assert traces.notes == (f"nothing of rank 1 in step 63: {tmp_path}/trace.rank1.jsonl ends with step 23",)
+    assert traces.notes == (
+        f"nothing of rank 2 in step 3: {tmp_path}/trace.rank2.jsonl ends with step 43",
+        f"nothing of rank 1 in steps 63, 83: {tmp_path}/trace.rank1.jsonl ends with step 23",
+    )
 
 
 def test_other_versions_and_lost_schedules_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

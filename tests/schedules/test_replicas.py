@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import Sharing, Transfer, defer_updates, replicate, schedule_without
+from support.inside import Sharing, Transfer, defer_updates, derive_versions, replicate, schedule_without
 
 from stagewright.schedules import (
     Action,
@@ -52,6 +52,10 @@ def test_replicas(name: str, replicas: tuple[int, ...], M: int) -> None:
     lowered = lower(schedule, sharing=Sharing(loss=True, norm=True, sums=groups))
     check_lowered(lowered)
     assert ends(lowered.programs, holds_sends=False)
+    if name == "pipedream":
+        synced = build(name, num_ranks=sum(replicas), num_microbatches=M, replicas=replicas, vertical_sync=True)
+        used = derive_versions(synced).used
+        assert all(version == used[0, k] for (_, k), version in used.items())
     for program in lowered.programs:
         sent = [step for step in program.steps if isinstance(step, Transfer) and step.is_send]
         for key in {(step.peer, step.message.kind) for step in sent}:

@@ -202,6 +202,9 @@ def test_a_given_start_is_never_lost() -> None:
         synthesize(num_ranks=4, num_microbatches=6, costs=SLOPED, memory_limit=3, start=start)
     with pytest.raises(ValueError, match="is not one of 6 microbatches"):
         synthesize(num_ranks=4, num_microbatches=6, costs=SLOPED, start=build("1f1b", num_ranks=4, num_microbatches=8))
+    for program in ("0F0,0B0,0F1,0W1,0I1", "0F0,0B0,0B1,0F1"):  # no time tells the first of them from a sound one
+        with pytest.raises(ValueError, match=r"move 0(I1 before 0W1|F1 before 0B1)"):
+            synthesize(num_ranks=1, num_microbatches=2, costs=SLOPED, start=Schedule.from_csv(program))
 
 
 @pytest.mark.thorough
