@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any
 
 import torch
@@ -218,7 +217,6 @@ class PlainModule:
         return list(zip(*columns, strict=True))
 
 
-@cache
 def _copies_itself(kind: type) -> bool:
     ways = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
     return any(getattr(kind, way, None) is not getattr(nn.Module, way, None) for way in ways)
