@@ -259,17 +259,21 @@ class Edits:
                 found[key] = [*found.get(key, []), *value] if isinstance(value, list) else found.get(key, {}) | value
         return found
 
-    def _names_now(self, each: Edit, modules: Mapping[str, nn.Module], now: Mapping[nn.Module, nn.Module]) -> list[str]:
+    def _names_now(self, each: Edit, modules: Mapping[str, nn.Module], now: Mapping[Any, nn.Module]) -> list[str]:
         """Names of an edit's modules, which other edits may have wrapped, replaced or moved into another."""
-        names = {module: name for name, module in self._named()}
-        below = [f".{inner}" for inner in each.given.get("plan", {})] or [""]
+        there = dict(self._named())
+        names = {module: name for name, module in there.items()}
         found = []
         for name, module in modules.items():
+            inside = dict(module.named_modules())
+            parts = [(f".{x}" * bool(x), inside.get(x)) for x in each.given.get("plan", [""])]
             places = [names[one] for one in (now[module], module) if one in names] + [name]
-            known = [at for at in places if {f"{at}{x}".strip(".") for x in below} <= {*names.values()}]
+            known = [at for at in places if all(f"{at}{x}".strip(".") in there for x, _ in parts)]
             if not known:
                 raise ValueError(f"{each}: {name!r} was removed by an earlier replace: expected only one of them")
-            found.append(known[0])
+            # Where its own parts are: a module around it may have others of their names.
+            others = [sum(there[f"{at}{x}".strip(".")] not in (y, now.get(y)) for x, y in parts) for at in known]
+            found.append(known[others.index(min(others))])
         return found
 
     def in_group(self, make_layout: MakeLayout | None) -> MakeLayout | None:

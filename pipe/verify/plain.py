@@ -87,15 +87,19 @@ class PlainModule:
         for buffer in self.root.buffers():
             buffer.data = buffer.data.to(device)
 
-    def follow(self, *, is_divided: bool) -> None:
-        """Takes over later changes of the user's modules: flags, and unless `is_divided` attributes and hooks."""
+    def follow(self, *, is_divided: bool, is_new: bool = False) -> None:
+        """Takes over later changes of the user's modules: flags, and unless `is_divided` attributes and hooks. If the
+        copy `is_new`, only what modules that copy themselves left out, as an fx.GraphModule does hooks."""
         pairs = list(zip(self._original.modules(), self.root.modules(), strict=True))
+        followed = [pair for pair in pairs if not is_new or _copies_itself(type(pair[0]))]
+        if not followed:
+            return
         memo: dict[int, Any] = {id(theirs): own for theirs, own in pairs}
         for theirs, own in pairs:
             for table in ("_parameters", "_buffers"):
                 memo |= {id(x): vars(own)[table].get(key) for key, x in vars(theirs)[table].items() if x is not None}
         copies = Copies(*([] if is_divided else [self._original]), memo=memo)
-        for theirs, own in pairs:
+        for theirs, own in followed:
             own.training, held = theirs.training, vars(own)
             for key, value in () if is_divided else vars(theirs).items():
                 mine = held.get(key)
@@ -211,6 +215,11 @@ class PlainModule:
                     seeder.end()
                 columns.append(flat)
         return list(zip(*columns, strict=True))
+
+
+def _copies_itself(kind: type) -> bool:
+    ways = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
+    return any(getattr(kind, way, None) is not getattr(nn.Module, way, None) for way in ways)
 
 
 def _add_up(gradients: dict[str, torch.Tensor | None], root: nn.Module, divisor: float) -> None:

@@ -197,8 +197,8 @@ class Verifier:
         """Context with weights and buffers in the plain module; gives a Watch and copies of the buffers."""
         plain.load(weights, self._options.device)
         buffers = plain.set_buffers({name: before for name, (before, _) in moved.items()})
-        if not self._is_alone:
-            plain.follow(is_divided=self._regions is not None or self._run.layout.place.expert[1] > 1)
+        is_divided = self._regions is not None or self._run.layout.place.expert[1] > 1
+        plain.follow(is_divided=is_divided, is_new=self._is_alone)
         with untouched(plain.root, plain.loss_fn, device=self._options.device) as kept:  # hooks are the user's modules'
             yield Watch(plain.root, kept), buffers
         plain.unload()

@@ -113,6 +113,11 @@ def test_edits_mean_the_modules_that_they_were_written_for() -> None:
     built: Any = edits.build()
     assert str(edits) == shown
     assert [name for name, module in built.named_modules() if module._forward_pre_hooks] == ["0.0.0", "0.0.2"]
+    divided = edit(model())
+    divided["0"].replace(nn.Sequential)
+    divided["0"].shard({"0": "column"})
+    with divided.applied() as options:
+        assert options == {"tensor_parallel": {"0.0.0": "column"}}
     lost = edit(model())
     lost["0"].keep_less("gelu")
     lost["0"].replace(lambda old: model()[0])

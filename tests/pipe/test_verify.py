@@ -201,6 +201,13 @@ def sparse() -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), nn.Linear(4, 4))
 
 
+def hooked() -> nn.Module:
+    """An fx.GraphModule copies itself, without its hooks."""
+    traced = torch.fx.symbolic_trace(nn.Linear(4, 4))
+    traced.register_forward_hook(lambda module, args, output: 2 * output)
+    return chain(traced)
+
+
 def trained(
     make: Callable[[], nn.Module],
     verify: bool,
@@ -220,7 +227,7 @@ def trained(
     return net, [losses, pipe.full_state_dict(), torch.get_rng_state()]
 
 
-@pytest.mark.thorough(but=["noise between modules-1f1b", "sparse-1f1b", "in place-1f1b"])
+@pytest.mark.thorough(but=["noise between modules-1f1b", "sparse-1f1b", "in place-1f1b", "copies itself-1f1b"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 @pytest.mark.parametrize(
     "make",
@@ -230,8 +237,9 @@ def trained(
         lambda: chain(Average()),
         sparse,
         lambda: nn.Sequential(Scales(4, 4), Scales(4, 4)),
+        hooked,
     ],
-    ids=["noise", "noise between modules", "assigned", "sparse", "in place"],
+    ids=["noise", "noise between modules", "assigned", "sparse", "in place", "copies itself"],
 )
 def test_no_false_alarm_and_nothing_left_behind(make: Callable[[], nn.Module], schedule: str) -> None:
     one, other = (trained(make, verify, schedule=schedule)[1] for verify in (True, False))
