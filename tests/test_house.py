@@ -19,9 +19,9 @@ TOOLS = ("cli", "experiments")
 # At most so many: lower them with the counts. Code lines are without docstrings, comments and blank lines. A room is a
 # folder, or a file in a folder that has folders too; imports inside functions count, those for types alone do not.
 MOST = {
-    "library lines": 73_995,
-    "library code lines": 53_045,
-    "tools lines": 17_191,
+    "library lines": 73_991,
+    "library code lines": 53_038,
+    "tools lines": 17_185,
     "library files": 333,
     "library classes": 630,
     "annotated fields": 1_615,
