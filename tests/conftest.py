@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from support.pool import Pool
 from tiers import budget
 
@@ -23,12 +23,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # The same examples each time, however long they take: only the nightly tests look for new ones.
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# For copies with a fault: the first example that fails is enough, and a smaller one takes a minute to find.
+settings.register_profile("unshrunk", settings.get_profile("steady"), phases=[Phase.explicit, Phase.generate])
 settings.register_profile("searching", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Settings of hypothesis, before test files read them."""
-    settings.load_profile("searching" if config.getoption("markexpr").startswith("nightly") else "steady")
+    usual = "searching" if config.getoption("markexpr").startswith("nightly") else "steady"
+    settings.load_profile(config.getoption("hypothesis_profile", None) or usual)
     is_whole = hasattr(config, "workerinput") or config.args_source == config.ArgsSource.TESTPATHS
     if is_whole and config.getoption("markexpr") == budget.MARKS:
         config.pluginmanager.register(budget.Budget())

@@ -56,7 +56,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_fault_is_caught(root: Path, fault: Fault) -> None:
     """By the cases of the first tier."""
-    options = ["-q", "-x", "-m", budget.MARKS, "-p", "no:cacheprovider", f"--timeout={LONG}"]
+    words = f"-q -x -p no:cacheprovider --hypothesis-profile=unshrunk --timeout={LONG} -m"
+    options = [*words.split(), budget.MARKS]
     with seeded(root, fault):
         ended = run_in(root, "-m", "pytest", *options, fault.caught_by)
     failed = ended.returncode == pytest.ExitCode.TESTS_FAILED and "\nFAILED " in ended.stdout
