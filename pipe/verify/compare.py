@@ -139,8 +139,11 @@ def changed_by_rounding(
     def measured() -> dict[str, float]:
         begun = time.perf_counter()
         own = {name: x for name, x in expected.items() if x is not None}
-        again = {name: x for name, x in sample(0).items() if x is not None and name in own}
-        same = {name for name, x in again.items() if torch.equal(x.to_dense(), own[name].to_dense())}
+        same = {
+            name
+            for name, x in sample(0).items()
+            if x is not None and name in own and torch.equal(x.to_dense(), own[name].to_dense())
+        }
         changes: dict[str, list[float]] = {name: [0.0] for name in same}
         for number in range(1, _SAMPLES + 1):
             if (time.perf_counter() - begun) * (number + 1) / number > seconds:

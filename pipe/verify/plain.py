@@ -334,9 +334,8 @@ def copy_to_verify(run: Run) -> PlainModule | None:
                 raise
             why = f"the first batch is not verified: {error}"
     why = "".join(run.collectives.gather(why, what="asking whether a copy to verify with fits"))
-    if (
-        max(place.context[1], place.expert[1]) > 1 and why == _TOO_LARGE
-    ):  # a unit on a part is none of the plain model's
+    # A unit on a part is none of the plain model's.
+    if max(place.context[1], place.expert[1]) > 1 and why == _TOO_LARGE:
         why = "the first batch is not verified: a copy of the model would take too much memory here"
     run.by_unit = why == _TOO_LARGE
     run.verifies = run.by_unit or not why
