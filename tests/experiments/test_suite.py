@@ -133,11 +133,11 @@ def emulated(schedule: str) -> list[Figure]:
 
 @pytest.mark.thorough
 def test_emulated_on_ranks(gloo: Pool) -> None:
-    """On a busy machine the bubble may only be larger."""
+    """On a busy machine a batch may only take longer; a rank that loses its core within an action waits less."""
     figures = [figure for name in ("1f1b", "2bw") for figure in gloo.run(emulated, ranks=2, args=(name,))[0]]
     assert [figure.repetition for figure in figures if figure.name == "bubble"] == [0, 1, 0, 1]
     first, *_ = (figure.value for figure in figures if figure.name == "bubble")
-    assert 0.3 < first < 1
+    assert 0 < first < 1
     assert all(figure.value > 0.99 for figure in figures if figure.name == "batch, emulated / simulated")
 
 
