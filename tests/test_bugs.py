@@ -44,7 +44,6 @@ def test_a_failed_batch_leaves_no_messages_to_the_next_one(schedule: str) -> Non
         assert torch.allclose(parameter.grad, gradient, atol=1e-6)
 
 
-@pytest.mark.thorough(but=["full"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_an_in_place_operation_on_the_models_input_runs_once(recompute: str) -> None:
     """The first stage changed the user's batch, and under recomputation a second time before its backward."""
@@ -128,7 +127,7 @@ def _train_unused(schedule: str) -> float:
     return float((after - before).abs().max())
 
 
-@pytest.mark.thorough(but=["1f1b"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_replicas_do_not_train_what_got_no_gradient(gloo: Pool, schedule: str) -> None:
     """The sum over replicas made zeros of missing gradients, and weight decay pulled at parameters nobody uses."""

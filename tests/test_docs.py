@@ -65,7 +65,7 @@ def commands(page: Path) -> list[list[str]]:
     return [words[1:] for words in split]
 
 
-@pytest.mark.thorough(but=["docs/concepts/cost-model.md", "docs/concepts/synthesis.md"])
+@pytest.mark.thorough(but=["docs/contributing/extending.md"])
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_examples(page: Path) -> None:
     result = doctest.testfile(str(page), module_relative=False, optionflags=doctest.ELLIPSIS)
@@ -84,8 +84,7 @@ def daily_and_nightly(words: list[str]) -> list[Any]:
 
 @pytest.mark.thorough(
     but=[
-        "schedule auto --ranks 2 --microbatches 4 --index-factors 1 3 1 2 --memory 2 1 --seconds 1 --json",
-        "plan --profile gpt-2.json --cluster two.json --batch 16 --runnable --out plan.json",
+        "export checkpoints -o model.safetensors",
         "profile --model my_models.py:small --data my_data.py:digits --microbatch 4 --out small.json",
     ]
 )
@@ -133,8 +132,8 @@ def same_logging() -> Iterator[None]:
         logger.handlers = handlers
 
 
+@pytest.mark.thorough(but=["docs/guides/large_models.md", "docs/guides/planning.md", "docs/guides/schedules.md"])
 @pytest.mark.usefixtures("same_logging")
-@pytest.mark.thorough(but=["README.md", "docs/guides/optimizers.md"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
 @pytest.mark.parametrize("page", [page for page in PAGES if programs(page)], ids=named)
 def test_python_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +173,12 @@ def modules() -> list[str]:
 
 
 @pytest.mark.thorough(
-    but=["stagewright.experiments.jobs.case", "stagewright.partition.recompute", "stagewright.schedules.search.joint"]
+    but=[
+        "stagewright.experiments.works.convergence_report",
+        "stagewright.partition.model.linear_loss",
+        "stagewright.partition.recompute",
+        "stagewright.schedules.liveness",
+    ]
 )
 @pytest.mark.parametrize("name", modules())
 def test_docstring_examples(name):
@@ -246,6 +250,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.thorough
 def test_what_docstrings_name_exists() -> None:
     missing = []
     for module in MODULES:

@@ -163,7 +163,6 @@ def test_the_table_is_80_columns_wide() -> None:
     assert lines[11].split()[-3:] == ["-1.00", "ms", "-3.3%"]
 
 
-@pytest.mark.thorough(but=["words2-num_workers=2 for a DataLoader of your own"])
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize(
     ("words", "said"),
@@ -234,7 +233,6 @@ def test_a_pace_is_as_probable_as_the_steps_of_ranks_that_vary_by_themselves_say
         )
 
 
-@pytest.mark.thorough
 def test_draws_are_as_far_apart_as_students_distribution_is() -> None:
     """The mean square of Student's distribution is that of a normal one times (N - 1) / (N - 3); each measured step is
     drawn as often as any other."""
@@ -260,7 +258,6 @@ def test_chance_of_few_actions_is_no_part_of_a_step_but_the_pace_is() -> None:
     assert halves.own_variance == 0.0  # of little surprise in so even a walk all may be chance
 
 
-@pytest.mark.thorough
 def test_steps_say_how_much_of_their_variance_is_chance() -> None:
     """Nearly all where actions alone vary, little where steps do."""
     schedule = build("1f1b", num_ranks=2, num_microbatches=8)

@@ -86,7 +86,6 @@ with report_to_launcher():
     assert "rank 0 failed after it (exit status 1); its last line: RuntimeError: rank 0 lost" in result.report
 
 
-@pytest.mark.thorough
 def test_a_rank_that_failed_and_does_not_end_is_stopped() -> None:
     """Without an exit status yet: the launcher itself failed of that."""
     hangs = "import atexit\natexit.register(time.sleep, 400)\nwith report_to_launcher(): raise RuntimeError('lost')"
@@ -95,6 +94,7 @@ def test_a_rank_that_failed_and_does_not_end_is_stopped() -> None:
     assert "rank 0 failed first (stopped before it had ended)" in result.report
 
 
+@pytest.mark.thorough
 def test_the_children_of_a_rank_that_is_killed_end_with_it(tmp_path: Path) -> None:
     """They would keep its connections, and the others wait for it."""
     os.mkfifo(tmp_path / "lives")

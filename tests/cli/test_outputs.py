@@ -18,6 +18,7 @@ from stagewright.schedules import Costs, build, simulate
 FAILING = ("schedule gone.csv", "timeline gone", "compare gone lost", "plan --check gone")
 
 
+@pytest.mark.thorough(but=["-o x.svg --width bogus---width bogus: expected a number-schedule gone.csv"])
 @pytest.mark.parametrize("command", FAILING)
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -66,6 +67,7 @@ def inputs(here: Path) -> Path:
     return here
 
 
+@pytest.mark.thorough(but=["plan --calibrate runs.csv --profile profile.json --ranks 2 --out runs.csv-runs.csv"])
 @pytest.mark.parametrize(
     ("line", "path"),
     [
@@ -116,7 +118,7 @@ def files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("plan.json").write_text(plan(profile, cluster, global_batch=64).to_json())
 
 
-@pytest.mark.thorough(but=["price --help"])
+@pytest.mark.thorough
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(
     "words",

@@ -277,6 +277,14 @@ def test_where_the_default_loss_would_be_a_guess_it_is_refused(output: object, t
 OWN = ("--model", "own_mine:model", "--data", "own_mine:few")
 
 
+@pytest.mark.thorough(
+    but=[
+        "words0---model own_mine: expected package.module:function or fi",
+        "words3-'own-mine' is no module's name",
+        "words13---loss own_mine:model: takes 0 arguments: expected a function of 2",
+        "words15-has no parameter lr: leave --lr away",
+    ]
+)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

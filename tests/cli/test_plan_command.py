@@ -47,7 +47,6 @@ def test_a_table_a_file_and_how_long_it_took(cli: Cli, tmp_path: Path) -> None:
     assert "memory of a device: 32.0 GB (--memory gives another)" in printed
 
 
-@pytest.mark.thorough
 def test_a_joint_search(cli: Cli, tmp_path: Path) -> None:
     profile, out = written(tmp_path / "a.json", 1), tmp_path / "plan.json"
     words = ["plan", "--profile", profile, "--cluster", "3:net=1GB/s", "--batch", "8", "--joint", "--seconds", "0.2"]
@@ -57,7 +56,7 @@ def test_a_joint_search(cli: Cli, tmp_path: Path) -> None:
     assert "--joint with --replicas 3: expected 1 among them" in cli.refused(*words, "--replicas 3")
 
 
-@pytest.mark.thorough(but=["None-1-norm of gradients: ranks wait 5.00 s for it (--clip 0: none)"])
+@pytest.mark.thorough(but=["0.0-None-"])
 @pytest.mark.parametrize(
     ("known", "typed", "said"),
     [
@@ -121,7 +120,10 @@ def test_a_transformer_on_a_cluster_file(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough(
-    but=["arguments0-no model: expected one of --profile FILE, --model FUNCTION, --pipedream FILE, or"]
+    but=[
+        "arguments0-no model: expected one of --profile FILE, --model FUNCTION, --pipedream FILE, or",
+        "arguments16---context 4: expected at most the 2 devices",
+    ]
 )
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -250,7 +252,7 @@ def measured(profile: Profile, cluster: Cluster, found: Plan) -> float:
     return again.simulated_step_time
 
 
-@pytest.mark.thorough(but=["False"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_plan", [True, False])
 def test_a_cluster_is_fitted_to_runs_of_a_profile(is_plan: bool, cli: Cli, tmp_path: Path) -> None:
     """Devices half as fast as the profile's; plans as files, or by their sizes, which `plan` cuts the same."""
@@ -327,6 +329,13 @@ MISTAKES_WITH_A_PROFILE: Sequence[tuple[str, str, str]] = (
 ARGUMENTS = ("num_chunks", "_sizes", "microbatch_size", "num_microbatches", "tensor:", "recompute=", "schedule=")
 
 
+@pytest.mark.thorough(
+    but=[
+        "P,M,microbatch,second-1,1,1,1-runs.csv, line 1: no column 'seconds': expected seconds",
+        "P,M,microbatch,B,seconds-1,1,1,1,1-line 1: column: 'B': expected some of plan,P,D,T,V,microbatch",
+        "P,microbatch,M,seconds-2,1,4,3210-runs.csv, line 2: column seconds: 3210: the plan is predicted to take",
+    ]
+)
 @pytest.mark.parametrize(("columns", "row", "message"), MISTAKES)
 def test_mistakes_of_calibration(columns: str, row: str, message: str, cli: Cli, tmp_path: Path) -> None:
     runs = csv_of(tmp_path / "runs.csv", columns, row)

@@ -313,7 +313,6 @@ def test_the_step_in_the_middle_speaks_for_a_run() -> None:
     assert (watched.before.peaks_are, watched.after.peaks_are) == ("predicted by the plan", "measured")
 
 
-@pytest.mark.thorough(but=["words0-3 inputs: expected two to compare, or a run alone"])
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -330,7 +329,6 @@ def test_mistakes_are_named(runs: Path, cli: Cli, words: list[str], message: str
     assert message in cli.refused("compare", *words)
 
 
-@pytest.mark.thorough(but=["seconds0-chimera"])
 @pytest.mark.parametrize("name", ["interleaved", "dualpipe-v", "chimera", "zb-v", "hanayo"])
 @pytest.mark.parametrize("seconds", [(0.5,), (0.5, 1.0, 0.25, 2.0)])
 def test_schedules_that_are_compared_do_equal_work(name: str, seconds: tuple[float, ...]) -> None:

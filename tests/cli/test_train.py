@@ -122,7 +122,6 @@ def test_the_recipe_follows_the_schedule() -> None:
         resolve(TrainOptions(delay_factor=-1.0))
 
 
-@pytest.mark.thorough(but=["2bw"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_the_pipeline_of_a_run_has_the_recipe(schedule: str) -> None:
     options = TrainOptions(
@@ -213,7 +212,6 @@ def test_activations_are_counted_and_recomputation_keeps_the_stage_inputs_only()
     assert stage_input_bytes(options, build("gpipe", num_ranks=2, num_microbatches=1)) == 2 * one_vector
 
 
-@pytest.mark.thorough(but=["chimera-2-2"])
 @pytest.mark.parametrize(("schedule", "stages", "copies"), [("interleaved", 4, 1), ("chimera", 2, 2)])
 def test_the_dry_run_adds_up(schedule: str, stages: int, copies: int) -> None:
     sizes = {"layers": 2, "width": 32, "heads": 2, "length": 16, "batch": 8, "microbatches": 4}
@@ -228,7 +226,6 @@ def test_the_dry_run_adds_up(schedule: str, stages: int, copies: int) -> None:
     assert answer.lower_bound_ratio >= 1
 
 
-@pytest.mark.thorough
 def test_the_dry_run_counts_what_muon_keeps() -> None:
     """One average where AdamW has two; feedback adds the last update, 2bw a version."""
     sizes = {"layers": 2, "width": 32, "heads": 2, "length": 16, "batch": 8, "microbatches": 4}

@@ -113,7 +113,6 @@ def test_a_plan_is_shown_without_training(tmp_path: Path, cli: Cli) -> None:
     assert Plan.from_json(cli.text("train", *TINY, "--plan", str(path), "--dry-run --json")) == Plan.load(path)
 
 
-@pytest.mark.thorough(but=["options0---plan nowhere.json: no such file: expected one that `stagewright plan --out"])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -247,6 +246,7 @@ def test_first_steps_with_a_flush_are_not_held_against_a_plan_without(name: str)
     assert not _fits(flushed(schedule), schedule)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("here")
 def test_a_slow_backward_is_named_with_the_command_that_measures_it(cli: Cli) -> None:
     write_run(Path("runs/one"), planned(), costs={"backward": slower_backward})
@@ -389,6 +389,7 @@ def test_steps_of_before_a_run_went_on_with_another_cut_do_not_count(cli: Cli) -
     assert "medians of 2 traced steps" in cli.text("plan --check one")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("here")
 def test_what_cannot_be_compared_says_what_to_type(cli: Cli) -> None:
     own = planned()

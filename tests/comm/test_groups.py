@@ -109,7 +109,6 @@ def meet_nobody(ranks: tuple[int, ...], size: int) -> list[str]:
     return found
 
 
-@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_rendezvous_that_fails_names_who_is_missing(request: pytest.FixtureRequest) -> None:
     pool = Pool(filters=request.config.getini("filterwarnings"))  # torch counts groups, the failed ones too
@@ -241,7 +240,7 @@ def not_all_come(where: str) -> tuple[str, str, float]:
     return type(raised.value).__name__, str(raised.value), seconds
 
 
-@pytest.mark.thorough(but=["connecting"])
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize("where", ["away", "counted", "connecting", "connected"])
 def test_a_process_that_stops_while_groups_are_made_is_named(request: pytest.FixtureRequest, where: str) -> None:

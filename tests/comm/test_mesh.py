@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
 BACKWARDS = ProcessMesh(pipe=2, data=2, order=("data", "pipe", "tensor"))  # rank 1 is process 2, rank 2 is process 1
 
 
+@pytest.mark.thorough
 def test_tensor_groups_cover_all_processes_once_and_context_and_expert_groups_all_ranks() -> None:
     for order in permutations(AXES):
         mesh = ProcessMesh(pipe=2, data=2, context=3, expert=2, tensor=2, order=order)

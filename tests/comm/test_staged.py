@@ -210,7 +210,6 @@ def backend_of_a_world() -> str:
     return found
 
 
-@pytest.mark.thorough
 def test_the_world_is_gloos_where_processes_share_a_device(gloo: Pool) -> None:
     assert gloo.run(backend_of_a_world, ranks=2, group=False) == ["gloo", "gloo"]
 

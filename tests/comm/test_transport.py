@@ -187,7 +187,6 @@ def seen_to_come() -> list[bool]:
     return seen
 
 
-@pytest.mark.thorough
 def test_a_watched_message_is_seen_to_come(gloo: Pool) -> None:
     count = sum(bool(tensors) for tensors in payloads())
     assert gloo.run(seen_to_come, ranks=2)[1] == [False] * count + [True] * (count - 1) + [False] * (count + 1)
@@ -249,7 +248,6 @@ def leave() -> tuple[int, int]:
     return before, behind
 
 
-@pytest.mark.thorough
 def test_a_process_that_ends_waits_for_what_it_has_sent(gloo: Pool) -> None:
     assert gloo.run(leave, ranks=2)[0] == (3, 0)
 
@@ -293,7 +291,7 @@ MADE = "1B3 of rank 1, which makes the gradients of microbatch 3 from stage 1 to
 TAKEN = "rank 1 to take the activations of microbatch 0 from stage 0 to stage 1"
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(but=["silence-PipelineTimeout-said0"])
 @pytest.mark.parametrize(
     ("how", "kind", "said"),
     [

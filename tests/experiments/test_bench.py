@@ -193,7 +193,7 @@ def test_the_halves_of_a_small_backward():
     assert [line.target is None for line in found] == [False, True, True]
 
 
-@pytest.mark.thorough(but=["case=start model=gpt built=False"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", PARTS["start"].cases[:2], ids=str)
 def test_the_first_step_of_a_gpt(case: Case):
     (figure,) = bench_parts.start(case, 1)
@@ -228,6 +228,7 @@ def test_a_real_run_of_two_ranks(command: Callable[..., Done]):
 CUTS = PARTS["uneven-cut"].cases
 
 
+@pytest.mark.thorough
 def test_the_partitioner_on_a_published_profile_and_a_short_chain():
     case = PARTS["partitioner"].cases[0].also(layers=12, cluster="2x2")
     found = [*bench_planning.published(case, ["alexnet"]), *bench_planning.large_chain(case)]

@@ -231,7 +231,7 @@ def test_the_catalog_can_be_read_and_its_functions_are_there(name: str) -> None:
     check_code(found)
 
 
-@pytest.mark.thorough(but=["argv1---set layers: expected KEY=VALUE, such as ranks=2"])
+@pytest.mark.thorough(but=["argv2---set Layers=2: 'Layers': expected a key of lower-case letters"])
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -338,6 +338,7 @@ def reported(keys: Sequence[str] = ("schedule", "ranks")) -> Declaration:
     return read_declaration(values, name="mine", source="mine.toml")
 
 
+@pytest.mark.thorough
 def test_the_same_results_give_the_same_files(tmp_path: Path) -> None:
     origin = Origin(codes=("0.1.0",), machines=("m",), days=("2026-01-01",), changes=(), missing=(), num_jobs=1)
     results = Results(figures=tuple(FIGURES), origin=origin)
@@ -370,7 +371,7 @@ def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
             read_figures(path)
 
 
-@pytest.mark.thorough(but=["links"])
+@pytest.mark.thorough(but=["predictions"])
 @pytest.mark.parametrize("name", catalog_names())
 def test_committed_reports_say_what_their_figures_say_and_every_declared_job_has_its_own(name: str) -> None:
     """A job that is not run leaves the declaration, so that a report never says less than was asked."""

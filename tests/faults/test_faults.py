@@ -22,6 +22,7 @@ from .seeded import LONG, ROOMS, ROOT, Fault, copy, read, run_in, seeded
 AT_LEAST, IN_ALL = 15, 160
 
 
+@pytest.mark.thorough
 def test_faults_fit_the_code_and_the_tests() -> None:
     """Otherwise the test of the night would try nothing."""
     rooms = [read(room) for room in ROOMS]

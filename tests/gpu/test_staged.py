@@ -83,7 +83,7 @@ def plain() -> tuple[list[float], float]:
     return losses, seconds(lambda: plain_step(model, optimizer, F.mse_loss, x_and_y, M), TIMED)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(but=["1f1b-2"])
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("1f1b", 4), ("interleaved", 2), ("2bw", 2)])
 def test_processes_on_one_device_train_as_plain(gloo: Pool, schedule: str, ranks: int) -> None:
     """2bw, whose weights are late, as with all ranks in one process."""

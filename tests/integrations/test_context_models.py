@@ -260,7 +260,6 @@ def _own_loss() -> dict[str, float]:
     return found
 
 
-@pytest.mark.thorough
 def test_a_models_own_loss_is_exact_over_a_context_group(gloo: Pool) -> None:
     """Shifted before the tokens are divided: each member would lose the label after its last token."""
     for found in gloo.run(_own_loss, ranks=2):
@@ -298,6 +297,7 @@ def test_own_losses_that_are_no_mean_over_tokens_are_refused(gloo: Pool) -> None
     gloo.run(_losses_refused, ranks=2)
 
 
+@pytest.mark.thorough
 def test_masks_that_are_not_known_are_refused() -> None:
     with pytest.raises(ValueError, match="masks with chunked_overlay: expected causal or sliding masks"):
         inside.read_mask(mask_function=transformers.masking_utils.chunked_causal_mask_function(4, torch.zeros(1)))

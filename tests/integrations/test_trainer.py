@@ -191,7 +191,6 @@ def test_tensor_parallel_stages_train_as_one_process(four: Path, plain: Path) ->
     assert_same([row for row in read(four / "tensor") if "loss" in row], read(plain / "whole")[:2])
 
 
-@pytest.mark.thorough
 def test_arguments_that_a_pipeline_cannot_follow_are_refused(tmp_path: Path) -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=9))
     for name, value in {
@@ -279,7 +278,6 @@ def test_steps_that_would_differ_without_a_word_are_refused(tmp_path: Path) -> N
         late.train()
 
 
-@pytest.mark.thorough
 def test_a_loss_that_a_number_of_items_does_not_divide_is_known_before_it_runs(tmp_path: Path) -> None:
     arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to="none")
 

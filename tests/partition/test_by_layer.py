@@ -186,7 +186,6 @@ def planned(given: list[Profile], cluster: str = LINKS, **options: Any) -> Plan:
     return plan(given, Cluster.parse(cluster), **(settings | options))  # type: ignore[arg-type]
 
 
-@pytest.mark.thorough
 def test_convolutions_by_samples_and_linear_layers_divided() -> None:
     """Simulated seconds of a batch, in one stage and in two: by node at most as long as one split for all."""
     given = profiles(CONVOLUTIONS | LINEARS, 32)

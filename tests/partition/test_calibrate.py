@@ -40,7 +40,6 @@ def off(rows: Sequence[Step], scales: Scales) -> float:
     return fmean(abs(closed_form(each, scales) / each.seconds - 1) for each in rows)
 
 
-@pytest.mark.thorough
 def test_each_choice_is_taken_where_it_is_the_truth() -> None:
     rng = Random(1)
     noise = lambda: rng.gauss(0, 0.02)  # noqa: E731
@@ -149,7 +148,6 @@ def test_a_device_that_has_other_constants() -> None:
     assert (begun.constants.hop_seconds, begun.constants.network_efficiency) == (0.0, 1.0)
 
 
-@pytest.mark.thorough
 def test_trainings_without_links_say_nothing_of_them() -> None:
     """Nor of the host, in large microbatches: what is ideal stays so."""
     start = replace(TYPICAL, kernel_seconds=0.0, hop_seconds=0.0, network_efficiency=1.0, partial_efficiency=1.0)

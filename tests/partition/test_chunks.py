@@ -226,7 +226,6 @@ def heaviest(cut: tuple[int, ...], weights: list[float]) -> float:
     return max(sum(weights[a:b]) for a, b in zip(cut, [*cut[1:], len(weights)], strict=True))
 
 
-@pytest.mark.thorough
 @steady
 @given(weights, st.data())
 def test_the_heaviest_stage_is_as_light_as_can_be(weights: list[float], data: st.DataObject) -> None:
@@ -238,7 +237,6 @@ def test_the_heaviest_stage_is_as_light_as_can_be(weights: list[float], data: st
     assert heaviest(cut, weights) == pytest.approx(best, rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.thorough
 @steady
 @given(weights, st.data())
 def test_then_the_fewest_bytes_cross(weights: list[float], data: st.DataObject) -> None:

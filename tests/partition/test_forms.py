@@ -324,6 +324,7 @@ REMEMBERED: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+@pytest.mark.thorough(but=["on what was given"])
 @pytest.mark.parametrize("code", REMEMBERED.values(), ids=REMEMBERED)
 def test_what_operations_gave_before_they_give_again(code: Callable[[Tensor, Tensor], Any]) -> None:
     """The second and third time in our mode as in torch's own without any memory: facts of results and arguments."""

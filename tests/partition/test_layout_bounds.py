@@ -67,6 +67,7 @@ def test_no_layout_takes_less_than_its_bound(cluster: Cluster, figures: dict[str
         assert least <= seconds * (1 + 1e-9), what
 
 
+@pytest.mark.thorough
 def test_sums_that_begin_in_the_last_backward_are_bounded_as_such() -> None:
     nodes = [
         Node(
@@ -230,6 +231,7 @@ def least_simulated(evaluator: PlanEvaluator, c: Any, num_nodes: int) -> float:
     return best
 
 
+@pytest.mark.thorough(but=["few"])
 @pytest.mark.parametrize(
     "seeds", [range(12), pytest.param(range(12, 150), marks=pytest.mark.thorough)], ids=["few", "many"]
 )

@@ -49,7 +49,7 @@ def results(loss_of: Callable[..., Tensor], inputs: tuple[Any, ...], **how: Any)
     return [loss, *torch.autograd.grad((loss * weights).sum(), leaves)]
 
 
-@pytest.mark.thorough(but=["mean"])
+@pytest.mark.thorough(but=["sum"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_it_is_cross_entropy_of_the_logits(reduction: str) -> None:
     for bias, label_smoothing, z_loss, chunk in product([False, True], [0.0, 0.1], [0.0, 0.01], [7, None]):

@@ -102,7 +102,6 @@ def promised(found: Plan) -> float:
     return min(found.simulated_step_time, math.inf if left is None else left)
 
 
-@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(
     profile=chains(),

@@ -281,7 +281,6 @@ def test_what_a_joint_search_does_not_know_is_refused_by_name() -> None:
             jointly(profile, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.thorough
 def test_an_order_of_its_own_belongs_to_its_plan() -> None:
     record = json.loads(jointly(seconds=0.1).to_json())
     assert record["schedule"] == "auto"

@@ -72,7 +72,6 @@ def test_steps_of_others(file: str, average: float, worst: float) -> None:
     assert max(map(abs, errors.values())) == pytest.approx(worst, abs=0.005)
 
 
-@pytest.mark.thorough
 def test_tensor_groups_on_one_node_and_over_several() -> None:
     """Tokens a second and GPU of 3.57 billion parameters by T and microbatch (nanotron at 0e0a27e,
     scripts/scaling_benchmarks.py, a comment): what is missing is as much on one node as on two and four."""

@@ -284,7 +284,7 @@ def test_the_halves_do_what_the_whole_does_once() -> None:
     assert whole_first["aten.mm.default"] == 2 * 5
 
 
-@pytest.mark.thorough(but=["tied-bfloat16-plain", "penalty-bfloat16-checkpoint"])
+@pytest.mark.thorough(but=["mlp-float32-plain", "penalty-bfloat16-checkpoint"])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, for jvp
 @pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])

@@ -337,7 +337,7 @@ def run(units: RecordedUnits, num_stages: int) -> Tensor:
 FREE = [plain, same_module, in_place, again, without_gradient, with_hook, before_a_change, dropped_out]
 
 
-@pytest.mark.thorough(but=["plain"])
+@pytest.mark.thorough(but=["dropped_out"])
 @pytest.mark.parametrize("branch", FREE, ids=lambda branch: branch.__name__)
 def test_orders_that_do_not_count_have_one_canonical_order(branch: Branch) -> None:
     models = [Branches(branch, order).double() for order in permutations("abc")]
@@ -349,7 +349,6 @@ def test_orders_that_do_not_count_have_one_canonical_order(branch: Branch) -> No
     assert digest(Words(models[0]).record(twice)) == digest(Words(models[0]).record(found[0]))
 
 
-@pytest.mark.thorough
 def test_other_shapes_have_the_same_order() -> None:
     def shaped(self: Branches, kind: str, x: Tensor) -> Tensor:
         return self.parts[kind](x.reshape(x.shape[0], WIDTH) * ord(kind)) + torch.ones(x.shape[0], 1)
@@ -359,7 +358,7 @@ def test_other_shapes_have_the_same_order() -> None:
     assert len(found) == 1
 
 
-@pytest.mark.thorough(but=["writes"])
+@pytest.mark.thorough(but=["in_turn"])
 @pytest.mark.parametrize("branch", [in_turn, handed_on, writes], ids=lambda branch: branch.__name__)
 def test_orders_that_count_stay_apart(branch: Branch) -> None:
     models = [Branches(branch, order).double() for order in permutations("abc")]
@@ -367,7 +366,7 @@ def test_orders_that_count_stay_apart(branch: Branch) -> None:
     assert len({digest(Words(model).record(record)) for model, record in records}) == 6
 
 
-@pytest.mark.thorough(but=["plain-1", "in_place-1", "again-1", "with_hook-1", "handed_on-1"])
+@pytest.mark.thorough(but=["plain-1", "in_place-1", "again-1"])
 @pytest.mark.parametrize("num_stages", [1, 3])
 @pytest.mark.parametrize("branch", [*FREE[:-1], in_turn, handed_on, writes], ids=lambda branch: branch.__name__)
 def test_stages_in_canonical_order_compute_the_same(branch: Branch, num_stages: int) -> None:

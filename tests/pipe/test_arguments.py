@@ -356,6 +356,7 @@ def test_torchscript_is_told_by_name() -> None:
         make(model=nn.Sequential(nn.Linear(WIDTH, WIDTH), scripted))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch.export's own
 def test_exported_modules_are_units_and_no_models() -> None:
     whole = torch.export.export(

@@ -63,6 +63,7 @@ def run_auto(options: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
     return pipe.plan.to_json(), state
 
 
+@pytest.mark.thorough
 def test_every_rank_has_the_same_plan(gloo: Pool) -> None:
     answers = gloo.run(run_auto, ranks=2, args=({"max_grad_norm": 1e9},))
     assert answers[0][0] == answers[1][0]
@@ -138,7 +139,6 @@ def _differ() -> list[str]:
     return [refusal(lambda own=own, n=n: make_pipe(**own).train_step(X[:n], Y[:n])) for own, n in others]
 
 
-@pytest.mark.thorough
 def test_ranks_that_differ_are_told_before_anything_is_measured(gloo: Pool) -> None:
     for rank, (microbatches, tries, batches) in enumerate(gloo.run(_differ, ranks=2)):
         assert "expected the same model, schedule, options and batch sizes" in microbatches
@@ -165,7 +165,6 @@ def _fails_on_one_rank() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.thorough
 def test_a_failure_on_one_rank_is_told_on_all(gloo: Pool) -> None:
     first, second = gloo.run(_fails_on_one_rank, ranks=2)
     assert (
@@ -326,7 +325,6 @@ def test_what_is_idle_is_said() -> None:
     assert any("a larger batch" in line for line in outline(plan, plan, num_samples=8))
 
 
-@pytest.mark.thorough(but=["mesh1-replicas1"])
 @pytest.mark.parametrize(("mesh", "replicas"), [({"pipe": 2}, (1, 1)), ({"pipe": 1, "data": 2}, (2,))])
 def test_the_axes_of_a_mesh_stay(mesh: dict[str, int], replicas: tuple[int, ...]) -> None:
     plan = planned(trials=0, mesh=mesh)

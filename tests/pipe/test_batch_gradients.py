@@ -89,7 +89,7 @@ def test_gradients_are_those_of_one_process(case: str, frozen: bool) -> None:
     same(pipelined(options, frozen), plain(options["loss_fn"], frozen))
 
 
-@pytest.mark.thorough(but=["False"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("frozen", [False, True])
 def test_over_processes_every_rank_has_them(gloo: Pool, frozen: bool) -> None:
     for found in gloo.run(pipelined, ranks=2, args=({"mesh": None, "loss_fn": F.mse_loss}, frozen)):
@@ -125,7 +125,6 @@ def test_train_step_and_microbatches_of_a_dict() -> None:
         torch.testing.assert_close(again.grad, parts[1].grad)
 
 
-@pytest.mark.thorough
 def test_what_cannot_be_handed_back_is_refused() -> None:
     x, y = batch(0)
     x, settings = x.requires_grad_(), {"example_inputs": None, "batch_dims": {"prompt": None}}
@@ -169,7 +168,7 @@ def test_a_later_batch_that_wants_gradients_first_is_refused_before_anything_run
     pipe.forward_backward(x, y)
 
 
-@pytest.mark.thorough(but=["zb-v-True"])
+@pytest.mark.thorough(but=["1f1b-True"])
 @pytest.mark.parametrize("by_example", [True, False])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "interleaved"])
 def test_after_one_that_wants_them_others_may_and_may_not(schedule: str, by_example: bool) -> None:
@@ -209,6 +208,7 @@ def found_by_one_rank() -> list[Told]:
     return [*found, told(lambda: over_data.train_step(x.clone().requires_grad_(), y))]
 
 
+@pytest.mark.thorough
 def test_a_refusal_that_one_rank_finds_is_a_value_error_on_each(gloo: Pool) -> None:
     told_by = gloo.run(found_by_one_rank, ranks=2)
     for of_batch, alone, over_data in told_by:

@@ -99,6 +99,7 @@ def test_ranks_that_make_different_calls_end_by_name(gloo: Pool, tmp_path: Path)
 MEMBERS = [(one, other) for one in ("eval_step", "predict") for other in ("train_step", "eval_step") if one != other]
 
 
+@pytest.mark.thorough
 def test_members_of_a_context_group_that_make_different_calls_end_by_name(gloo: Pool) -> None:
     """The process itself was aborted: two sizes met in one gather."""
     pairs = [pair[::step] for pair in MEMBERS for step in (1, -1)]
@@ -250,6 +251,7 @@ for step in range(8):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 @pytest.mark.skipif(
     any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ),

@@ -132,7 +132,6 @@ def test_a_pipeline_goes_on_from_what_fsdp_saved(gloo: Pool, tmp_path: Path) -> 
     assert all(torch.equal(found[key], x) for key, x in before.items())
 
 
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_fsdp_and_a_plain_process_go_on_from_what_a_pipeline_saved(gloo: Pool, tmp_path: Path) -> None:
     pipe = make()
@@ -345,6 +344,20 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.thorough(
+    but=[
+        "evil",
+        "elsewhere",
+        "without_chunk",
+        "cut_off",
+        "no_folder",
+        "bytes_of_any_number",
+        "tensor_of_any_size",
+        "stretched",
+        "far_in_a_list",
+        "fifo",
+    ]
+)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
 @pytest.mark.parametrize("name", SPOILT)
 def test_what_is_no_folder_of_dcp_is_refused_and_runs_no_code(name: str, folder: Path, tmp_path: Path) -> None:

@@ -141,7 +141,6 @@ def _own_places(folder: str) -> list[int]:
     return [found.value]
 
 
-@pytest.mark.thorough
 def test_loaders_of_each_process(gloo: Pool, tmp_path: Path) -> None:
     assert gloo.run(_own_places, ranks=2, args=(str(tmp_path),)) == [[0], [1]]
     pipe, loader = trained(0), Counted(9)
@@ -320,7 +319,6 @@ def test_ranks_agree_on_what_became_of_a_save(gloo: Pool, tmp_path: Path) -> Non
     assert pipe.num_steps == 4
 
 
-@pytest.mark.thorough(but=["x", "answer3"])
 @pytest.mark.parametrize(
     "answer",
     [

@@ -45,7 +45,7 @@ def data(device: str = "cpu") -> TensorDataset:
     return TensorDataset(*(each.to(device) for each in batch(0, samples=96, out=2)))
 
 
-@pytest.mark.thorough(but=["1f1b-None-cpu", "1f1b-None-cuda"])
+@pytest.mark.thorough(but=["interleaved-None-cuda", "1f1b-mesh3-cpu"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("schedule", "mesh"), [("1f1b", None), ("interleaved", None), ("2bw", None), ("1f1b", {"pipe": 1, "data": 2})]
@@ -159,7 +159,6 @@ def test_a_full_disk_is_told_and_the_next_interval_tries_again(
     assert saver.overhead is None or saver.overhead >= 0
 
 
-@pytest.mark.thorough
 def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A persist that takes three steps: the next one begins when it is done."""
     under_way, most = 0, 0

@@ -92,7 +92,7 @@ def trained(pipe: PipelineModule, steps: Sequence[int] = range(STEPS)) -> tuple[
 same = partial(near, rtol=1e-10)
 
 
-@pytest.mark.thorough(but=["1f1b-lowrank"])
+@pytest.mark.thorough(but=["zb-h1-int8"])
 @pytest.mark.parametrize("kind", CODECS)
 @pytest.mark.parametrize(
     ("options", "cuts"),
@@ -145,7 +145,7 @@ class Skips(Parts, first=lambda: units()[0], second=lambda: units()[1], third=la
 REFUSED: list[tuple[object, dict[str, Any], str]] = [
     ("zip", {}, "compress='zip': expected 'int8', 'topk'"),
     ({"topk": 1.5}, {}, r"compress=\{'topk': 1.5\}: expected 'int8', 'topk'"),
-    ({(1, 2): "int8"}, {}, r"compress=\{\(1, 2\): 'int8'\}: no message is sent there. .* are \(0, 1\)$"),
+    ({(1, 2): "int8"}, {}, r"compress=\{\(1, 2\): 'int8'\}: no message is sent there.* are \(0, 1\)$"),
     ({(1, 0): "int8"}, {}, "no message is sent there"),
     ("int8", {"mesh": {"pipe": 1}}, "no message is sent there. Boundaries between ranks are none"),
     ({"data": "int8"}, {}, r"where no stage has replicas: expected Mesh\(data=D\)"),
@@ -160,6 +160,15 @@ REFUSED: list[tuple[object, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.thorough(
+    but=[
+        "compress1-options1-compress=\\\\{'topk': 1.5\\\\}: expected 'int8', 'topk'",
+        "compress2-options2-compress=\\\\{\\\\(1, 2\\\\): 'int8'\\\\}: no message is sent there.* are \\\\(0, 1\\\\)$",
+        "auto-options10-compress='auto' under the asynchronous '2bw'",
+        "compress11-options11-nothing there becomes smaller, since messages there are torch.int64",
+        "compress12-options12-stages .1, 2. are on one rank, and get one message",
+    ]
+)
 @pytest.mark.parametrize(("compress", "options", "expected"), REFUSED)
 def test_what_cannot_be_is_refused_before_a_step(compress: object, options: dict[str, Any], expected: str) -> None:
     x, y = batch(0)
@@ -239,7 +248,6 @@ def decided(network: object, width: int = 64) -> tuple[dict[Any, float], list[fl
     return {link: packed / whole for link, (packed, whole) in pipe.sent_bytes.items() if link[0] < link[1]}, losses
 
 
-@pytest.mark.thorough
 def test_auto_packs_slow_links_and_no_others() -> None:
     """With stated links: free ones stay exact; of slow ones the one that is slower than all others is packed most."""
     assert decided(Link())[0] == {}
@@ -258,7 +266,6 @@ def decided_by_measuring() -> tuple[dict[Any, Any], float]:
     return dict(codecs), losses[-1]
 
 
-@pytest.mark.thorough
 def test_auto_measures_links_and_decides_alike_on_all_ranks(gloo: Pool) -> None:
     (mine, loss), (other, its) = gloo.run(decided_by_measuring, ranks=2)
     assert mine == other

@@ -160,7 +160,7 @@ MESHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options, axes of
 }
 
 
-@pytest.mark.thorough(but=["counted"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MESHES)
 def test_a_context_group_trains_evaluates_and_predicts_as_one_process(gloo: Pool, name: str, tmp_path: Path) -> None:
     for differences, worst in gloo.run(_trained, ranks=4, args=(name, str(tmp_path))):
@@ -267,7 +267,7 @@ def test_microbatches_of_other_lengths_weigh_as_without_a_context_group(gloo: Po
     assert gloo.run(_of_lengths, ranks=2, args=(2,)) == pytest.approx(gloo.run(_of_lengths, ranks=2, args=(1,)), 1e-12)
 
 
-@pytest.mark.thorough(but=["other batches"])
+@pytest.mark.thorough(but=["own loss", "odd", "other batches", "other calls"])
 @pytest.mark.parametrize("kind", _REFUSED)
 def test_what_a_context_group_does_not_divide_is_refused(gloo: Pool, kind: str) -> None:
     gloo.run(_refused, ranks=2, args=(kind,))

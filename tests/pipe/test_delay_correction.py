@@ -358,6 +358,7 @@ def losses(rate: str, **options: Any) -> list[float | None]:
     return [pipe.train_step(X, Y).loss for _ in range(4)]
 
 
+@pytest.mark.thorough(but=["make-the number of parameters"])
 @pytest.mark.parametrize("rate", AMONG)
 @pytest.mark.parametrize("begin", [make, stream])
 def test_updates_by_place_or_number_are_refused(begin: Any, rate: str) -> None:
@@ -366,6 +367,7 @@ def test_updates_by_place_or_number_are_refused(begin: Any, rate: str) -> None:
         begin(optimizer=rated(rate)).train_step(X, Y)
 
 
+@pytest.mark.thorough(but=["1f1b-steps"])
 @pytest.mark.parametrize("rate", [*ON_ITS_OWN, *IN_ORDER])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_updates_of_each_parameter_and_noise_in_one_process_are_those_of_one_stage(schedule: str, rate: str) -> None:

@@ -293,7 +293,7 @@ def as_it_is(graph: Any, example: object) -> Any:
     return graph.forward
 
 
-@pytest.mark.thorough(but=["eager", "as_it_is"])
+@pytest.mark.thorough(but=["as_it_is"])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # inductor imports it
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor", as_it_is])
 def test_compiled_modules_compute_the_same(backend: Any) -> None:

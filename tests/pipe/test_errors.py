@@ -128,6 +128,21 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.thorough(
+    but=[
+        "mesh",
+        "mesh of a list, auto",
+        "split points out of order",
+        "too many split points",
+        "too few stages",
+        "stages that are none",
+        "an optimizer that is made",
+        "a scheduler that is made",
+        "a class of losses",
+        "no stages",
+        "a scheduler that is none",
+    ]
+)
 @pytest.mark.parametrize(("options", "message"), OPTIONS.values(), ids=OPTIONS.keys())
 def test_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -145,7 +145,25 @@ def _refused(kind: str) -> None:
             train(axis)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(
+    but=[
+        "none",
+        "three",
+        "odd",
+        "norm",
+        "buffer",
+        "in place",
+        "chained",
+        "two",
+        "nested",
+        "same",
+        "fails",
+        "centred",
+        "auto",
+        "memory",
+        "late",
+    ]
+)
 @pytest.mark.parametrize("kind", _TEXTS)
 def test_what_an_expert_group_does_not_divide_is_refused_by_name(gloo: Pool, kind: str) -> None:
     gloo.run(_refused, ranks=2, args=(kind,))

@@ -71,6 +71,7 @@ def wrong_from_the_start(folder: str) -> list[Told]:
     return found
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused_on_every_rank_alike(gloo: Pool, tmp_path: Any) -> None:
     (tmp_path / "plan.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
     first, second = gloo.run(wrong_from_the_start, ranks=2, args=(str(tmp_path),))
@@ -297,7 +298,6 @@ def few_files() -> Told:
     return found
 
 
-@pytest.mark.thorough
 def test_too_many_open_files_are_no_fault_of_the_network(fragile: Pool) -> None:
     first, second = (reply.value for reply in fragile.replies(few_files, ranks=2))
     assert first.text.startswith("rank 0: making the links: ")

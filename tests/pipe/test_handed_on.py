@@ -241,7 +241,6 @@ def rotated(*, is_given: bool = False, **options: Any) -> list[tuple[float | Non
     return losses
 
 
-@pytest.mark.thorough(but=["{'is_given': True}"])
 @pytest.mark.parametrize("options", [{"is_given": True}, {"cut": ["layers.1", "layers.2", "layers.3"]}], ids=str)
 def test_a_cache_of_a_module_that_all_layers_share_hands_on_nothing(options: dict[str, Any]) -> None:
     """All layers were one unit."""

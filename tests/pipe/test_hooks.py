@@ -103,7 +103,6 @@ KINDS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.thorough(but=["forward"])
 @pytest.mark.parametrize("register", KINDS.values(), ids=KINDS)
 def test_hooks_of_the_chain_itself_are_refused(register: Callable[[nn.Module], object]) -> None:
     """Its children run in its place: they were skipped without a word."""
@@ -194,7 +193,6 @@ IN_FORWARD: dict[str, tuple[Callable[[Registers], Any], str]] = {
 }
 
 
-@pytest.mark.thorough(but=["unit", "all", "frozen", "tensor", "part"])
 @pytest.mark.parametrize(("before", "said"), IN_FORWARD.values(), ids=IN_FORWARD)
 def test_what_a_forward_does_to_its_parts_is_refused_where_no_stage_would_do_it(before: Any, said: str) -> None:
     """It acted while the forward was recorded, and never again."""
@@ -204,7 +202,6 @@ def test_what_a_forward_does_to_its_parts_is_refused_where_no_stage_would_do_it(
     tables.clear()
 
 
-@pytest.mark.thorough(but=["within a unit"])
 @pytest.mark.parametrize("kind", ["unit", "within a unit", "before", "backward"])
 def test_below_the_model_such_a_forward_runs_as_it_is(kind: str) -> None:
     model, twin = (Inside(Registers(IN_FORWARD[kind][0])).double() for _ in range(2))

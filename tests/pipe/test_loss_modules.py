@@ -173,7 +173,6 @@ def train_with_weights() -> tuple[list[float | None], list[float]]:
     return found.losses, train_alone(twin, [(X, Y)] * 2, sgd, loss_fn=WithWeights(twin[0])).losses
 
 
-@pytest.mark.thorough
 def test_a_loss_that_reads_weights_of_another_stage_has_their_module(gloo: Pool) -> None:
     for losses, expected in gloo.run(train_with_weights, ranks=2):
         assert losses == pytest.approx(expected, rel=1e-6)
@@ -231,6 +230,7 @@ def test_each_loss_is_made_on_its_stage(schedule: str, heads: str) -> None:
     check_two_losses(two_losses(heads, schedule, cut), heads, schedule)
 
 
+@pytest.mark.thorough
 def test_only_a_number_of_a_loss_is_sent() -> None:
     """From the stage of the first head the last one gets 8 bytes, and hidden from that of the later block."""
     assert two_losses("two", "1f1b", CUT)["sent"] == [HIDDEN, HIDDEN, HIDDEN + 8]
@@ -365,7 +365,7 @@ DIVIDED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thorough(but=["last stage"])
+@pytest.mark.thorough(but=["again"])
 @pytest.mark.parametrize("case", DIVIDED)
 def test_a_divided_vocabulary_has_the_same_loss(gloo: Pool, case: str) -> None:
     ranks, options = DIVIDED[case]

@@ -157,7 +157,7 @@ def agree(found: dict[str, Any], plain: SimpleNamespace, *, losses: bool = True)
     assert found["steps"] == {len(BAD) - sum(plain.skipped)}
 
 
-@pytest.mark.thorough(but=["1f1b-None-{'mesh': {'pipe': 4}, 'recompute': 'full'}"])
+@pytest.mark.thorough(but=["interleaved-0.1-{}"])
 @pytest.mark.parametrize(
     ("schedule", "clip", "options"),
     [
@@ -303,7 +303,7 @@ class Inside(Parts, linear=lambda: nn.Linear(WIDTH, WIDTH), how=GIVEN):
             return self.linear(x).float()
 
 
-@pytest.mark.thorough(but=["2bw"])
+@pytest.mark.thorough(but=["1f1b"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_float16_inside_a_module_wants_a_scale_too(schedule: str) -> None:
     x, y = torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)

@@ -261,7 +261,7 @@ except ModuleNotFoundError as error:
 """
 
 
-@pytest.mark.thorough(but=["reroute"])
+@pytest.mark.thorough(but=["slices", "shared loader"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_without_its_room_all_but_the_feature_runs(feature: str, tmp_path: Path) -> None:
     rooms, asks = FEATURES[feature]

@@ -44,7 +44,7 @@ def pipeline(model: nn.Module, **options: Any) -> PipelineModule:
     return PipelineModule(model, **records(**(settings | options)))
 
 
-@pytest.mark.thorough(but=["False-tuple-6", "True-alone-6"])
+@pytest.mark.thorough(but=["False-tuple-6", "False-alone-6"])
 @pytest.mark.parametrize("num_microbatches", [4, 6])
 @pytest.mark.parametrize("returns", ["dict", "tuple", "alone"])
 @pytest.mark.parametrize("shifts", [False, True])
@@ -152,7 +152,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-@pytest.mark.thorough(but=["a weight of another loss", "a wrong weight", "no scalar", "no labels to count"])
+@pytest.mark.thorough(but=["a wrong weight", "nobody knows", "no scalar", "no labels to count"])
 @pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG.keys())
 def test_mistakes(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -165,7 +165,7 @@ def test_verify_weighs_alike() -> None:
     assert pipe.verify(WORDS, labels=LABELS).num_gradients == 7
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(but=["False"])
 @pytest.mark.parametrize("own_loss", [True, False])
 def test_gpt2_as_it_comes(own_loss: bool) -> None:
     """The whole batch in one process; with the model's own loss as far as its float32 goes."""
@@ -221,6 +221,7 @@ class MaskedMean(Parts, first=lambda: nn.Linear(4, 4), last=lambda: nn.Linear(4,
         return (y.square() * mask).sum() / mask.sum()
 
 
+@pytest.mark.thorough(but=["gpipe-none", "2bw-none"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "2bw"])
 def test_a_microbatch_without_items_has_no_gradients(schedule: str, recompute: str) -> None:
@@ -257,6 +258,7 @@ def train_by_keyword() -> tuple[float, ...]:
     return abs(result.loss - expected.item()), off, *gradients
 
 
+@pytest.mark.thorough
 def test_keywords(gloo: Pool) -> None:
     for errors in gloo.run(train_by_keyword, ranks=2):
         assert max(errors) < 1e-12

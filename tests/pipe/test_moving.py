@@ -109,7 +109,6 @@ def test_bytes_are_those_that_were_predicted_and_they_go(how: str) -> None:
     assert before - after >= 0.9 * gone - 20 * stages[0].output
 
 
-@pytest.mark.thorough
 def test_autocast() -> None:
     """Weights that were cast for a microbatch are activations of it."""
 

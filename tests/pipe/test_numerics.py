@@ -112,7 +112,7 @@ ASKED: dict[str, tuple[str, Layout, int, dict[str, Any]]] = {  # task, layout, M
 }  # fmt: skip
 
 
-@pytest.mark.thorough(but=["cut: mlp"])
+@pytest.mark.thorough(but=["frozen: first stage, none"])
 @pytest.mark.parametrize("name", ASKED)
 def test_what_a_case_may_ask_for(name: str) -> None:
     task, layout, num_microbatches, options = ASKED[name]
@@ -149,6 +149,7 @@ def train_as_torchrun_does(case: Case, layout: Layout) -> tuple[int, int, float]
     return position
 
 
+@pytest.mark.thorough
 def test_the_environment_alone_is_enough(gloo: Pool) -> None:
     layout = Layout(num_ranks=2)
     case = make_case("mlp", layout, 5)

@@ -59,13 +59,7 @@ def test_groups_with(schedule: str, options: dict[str, Any]) -> None:
     check(schedule=schedule, optimizer="rates-by-name", **options)
 
 
-@pytest.mark.thorough(
-    but=[
-        "1f1b-('plateau', 'momentum')",
-        "pipedream-('plateau', 'momentum')",
-        "pipedream-k2-('sequential', 'rates-by-name')",
-    ]
-)
+@pytest.mark.thorough(but=["1f1b-('cyclic', 'momentum')", "pipedream-('plateau', 'momentum')"])
 @pytest.mark.parametrize(
     ("rule", "decay_and_optimizer"),
     one_in(
@@ -156,7 +150,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.thorough(but=["a list with something else-make", "held by two optimizers-make"])
+@pytest.mark.thorough(but=["a closure of another name-make", "held by two optimizers-make"])
 @pytest.mark.parametrize("begin", [make, stream])
 @pytest.mark.parametrize(("optimizer", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_refused(begin: Any, optimizer: Any, message: str) -> None:
@@ -198,6 +192,7 @@ JOINS: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough(but=["make-threshold"])
 @pytest.mark.parametrize("joins", JOINS)
 @pytest.mark.parametrize("begin", [make, stream])
 def test_a_statistic_over_all_parameters_is_refused(begin: Any, joins: str) -> None:
@@ -229,6 +224,7 @@ BY_POSITION: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough(but=["make-rates by layer"])
 @pytest.mark.parametrize("position", BY_POSITION)
 @pytest.mark.parametrize("begin", [make, stream])
 def test_options_by_a_parameters_position_are_refused(begin: Any, position: str) -> None:

@@ -164,7 +164,6 @@ def test_tensor_groups_that_leave_a_device_over() -> None:
     prove(plan(model(1, 2), Cluster.from_levels([(6, 1e9)]), global_batch=2, tensor_sizes=(2,), runnable=True))
 
 
-@pytest.mark.thorough
 def test_streams_leave_no_device_idle() -> None:
     """Four nodes on five devices: the runtime has no ranks without work where batches overlap."""
     five = Cluster.from_levels([(5, 1e9)])
@@ -317,7 +316,7 @@ DIVIDED = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(but=["_over_experts-args1-of1"])
 @pytest.mark.parametrize(("run", "args", "of"), DIVIDED)
 def test_a_plan_divides_experts_and_sequences(gloo: Pool, run: Any, args: tuple[Any, ...], of: dict[str, Any]) -> None:
     assert max(gloo.run(run, ranks=4, args=args, kwargs=of)) < (1e-12 if run is _over_sequences else 1e-10)

@@ -307,6 +307,7 @@ def test_what_an_action_and_a_step_take_is_found(monkeypatch: pytest.MonkeyPatch
     assert measure_runtime_seconds(CPU) == (3.0, 40.0)
 
 
+@pytest.mark.thorough
 def test_nothing_is_left_of_it() -> None:
     """Random numbers go on as if it had not been; where another device computes, the host works ahead: none."""
     torch.manual_seed(5)

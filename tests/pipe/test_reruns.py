@@ -107,7 +107,7 @@ def test_equals_one_process(make: Callable[[], Any], recompute: str) -> None:
     equals_one_process(make, recompute, atol=1e-12 if make is tied else 0.0)
 
 
-@pytest.mark.thorough(but=["<lambda>-{'*.norm': 'full', '1': 'selective'}"])
+@pytest.mark.thorough(but=["<lambda>-{'*.branch': 'full'}"])
 @pytest.mark.parametrize(
     ("make", "recompute"),
     [
@@ -176,7 +176,7 @@ class Draws(Parts, linear=lambda: nn.Linear(D, D)):
         return torch.sin(self.linear(x)) * torch.rand(D, dtype=x.dtype) * (random.random() + np.random.rand())
 
 
-@pytest.mark.thorough(but=["{'*.[12]': 'full'}"])
+@pytest.mark.thorough(but=["layer"])
 @pytest.mark.parametrize("recompute", ["layer", {"*": "selective", "*.1": "full"}, {"*.[12]": "full"}], ids=str)
 def test_random_numbers_of_python_and_numpy(recompute: Any) -> None:
     """In the midst of a unit."""
@@ -265,7 +265,7 @@ class Cached(Parts, first=lambda: nn.Linear(D, D), layers=lambda: nn.ModuleList(
         return x
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(but=["selective"])
 @pytest.mark.parametrize("recompute", ["layer", "selective"])
 def test_an_object_that_modules_change(recompute: str) -> None:
     """As the caches of `transformers`, which a second run would fill once more."""
@@ -310,7 +310,7 @@ class Reassigned(nn.Module):
         return x + self.mean * self.twin.count
 
 
-@pytest.mark.thorough(but=["none-batch norm", "full-reassigned"])
+@pytest.mark.thorough(but=["none-batch norm", "full-reassigned", "selective-reassigned"])
 @pytest.mark.parametrize("middle", [lambda: nn.BatchNorm1d(WIDTH), Reassigned], ids=["batch norm", "reassigned"])
 @pytest.mark.parametrize("recompute", ["none", "full", "layer", "selective"])
 def test_buffers_that_a_first_forward_leaves_as_they_are(middle: Callable[[], nn.Module], recompute: str) -> None:

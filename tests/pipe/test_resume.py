@@ -199,7 +199,7 @@ def die_in_a_save(folder: str, who: int, flushes: int) -> Told:
     return told(lambda: pipe.save(folder, loader=loader))
 
 
-@pytest.mark.thorough(but=["1-0"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(("who", "flushes"), [(1, 0), (0, 4)])
 def test_a_process_that_is_killed_in_a_save_is_named_and_leaves_a_whole_checkpoint(
     gloo: Pool, who: int, flushes: int, tmp_path: Path
@@ -293,6 +293,7 @@ def _load(folders: list[str]) -> tuple[str, int, list[float]]:
     return said, steps, sums
 
 
+@pytest.mark.thorough
 def test_ranks_load_the_same_checkpoint_or_none(gloo: Pool, tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     trained_small(2).save(one)

@@ -115,7 +115,6 @@ def stepped_by_hand() -> list[str]:
     return told
 
 
-@pytest.mark.thorough
 def test_an_optimizer_of_parts_that_is_stepped_by_hand_is_refused(gloo: Pool) -> None:
     for told in gloo.run(stepped_by_hand, ranks=2):
         assert len(told) == 1
@@ -287,7 +286,6 @@ def predicted() -> tuple[str, float]:
     return refusal(lambda: pipe.predict(small.X)), pipe.train_step(x=small.X, labels=small.Y).loss
 
 
-@pytest.mark.thorough
 def test_weights_that_arguments_move_to_another_stage_are_refused_everywhere(gloo: Pool) -> None:
     """One rank raised an error alone, and the others waited for it."""
     (said, loss), *others = gloo.run(predicted, ranks=3)

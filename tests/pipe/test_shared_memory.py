@@ -103,7 +103,6 @@ def halved(inplace: bool, *between: nn.Module) -> nn.Sequential:
     return chain(linear(), Halves(), *between, ChangesOne(nn.ReLU(inplace=inplace)), linear())
 
 
-@pytest.mark.thorough(but=["the stage after next"])
 @pytest.mark.parametrize("between", [[], [nn.Identity()]], ids=["next stage", "the stage after next"])
 def test_memory_shared_by_two_inputs_is_not_changed_in_place(between: list[nn.Module]) -> None:
     """Each stage got copies of its own, and only one of them was changed."""
@@ -147,7 +146,7 @@ ALIASED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], str]] = {
 }
 
 
-@pytest.mark.thorough(but=["of no use later"])
+@pytest.mark.thorough(but=["a chain"])
 @pytest.mark.parametrize(("make", "batch", "message"), ALIASED.values(), ids=ALIASED.keys())
 def test_a_tensor_that_is_passed_twice_is_not_changed_in_place(
     make: Callable[[], nn.Module], batch: tuple[Tensor, ...], message: str
@@ -254,7 +253,6 @@ class Scales(nn.Module):
         return pair[0] * pair[1]
 
 
-@pytest.mark.thorough(but=["<lambda>-2-1"])
 @pytest.mark.parametrize(
     ("make", "ranks", "point"),
     [(CountsOn, 2, "b"), (CountsOn, 2, "c"), (lambda: chain(GivesItsBuffer(), Scales(), linear()), 2, "1")],

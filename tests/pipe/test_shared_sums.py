@@ -78,7 +78,6 @@ def through_a_bad_batch() -> list[float | None]:
     return [*losses, *(float(value.sum()) for value in state.values())]
 
 
-@pytest.mark.thorough
 def test_a_batch_that_is_given_up_leaves_no_sum_behind(gloo: Pool) -> None:
     answers = gloo.run(through_a_bad_batch, ranks=4)
 
@@ -218,7 +217,6 @@ def masked_behind(first: int) -> list[str | dict[str, list[float]]]:
     return found
 
 
-@pytest.mark.thorough
 def test_a_gradient_that_a_hook_changes_behind_its_backward_never_leaves_early(gloo: Pool) -> None:
     """From the first step on it is summed as it then is; later it ends by name, since its sum is under way."""
     for found in gloo.run(masked_behind, ranks=2, args=(0,)):

@@ -67,6 +67,7 @@ def test_two_stages_by_hand() -> None:
     assert (first.output, second.output) == (output, 0)
 
 
+@pytest.mark.thorough
 def test_recomputed_stages_keep_less_and_make_it_anew() -> None:
     _, _, plain, _ = watched("1f1b")
     _, _, again, _ = watched("1f1b", recompute="full")
@@ -135,7 +136,7 @@ PLANS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(but=["sums behind activations", "copies in a stream"])
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_of_replicas_predict_what_was_held(gloo: Pool, name: str) -> None:
     for predicted, measured, peak in gloo.run(planned, ranks=2, args=PLANS[name]):
@@ -267,7 +268,6 @@ def test_activations_of_the_first_stage_wait_on_the_host(gloo: Pool) -> None:
     assert last == pytest.approx(all_of_last, rel=0.05) == found.memory_bytes[1]
 
 
-@pytest.mark.thorough
 def test_units_keep_less_or_run_again() -> None:
     """Less and less is held, and gradients are the same to the bit."""
     held, states = [], []

@@ -163,6 +163,7 @@ AROUND: dict[str, tuple[Callable[[int], AbstractContextManager[Any]], Callable[[
 }
 
 
+@pytest.mark.thorough(but=["mode of torch", "context variable", "attribute of a class"])
 @pytest.mark.parametrize("around", AROUND)
 def test_what_is_set_around_a_layer_holds_when_a_stage_runs_it(around: str) -> None:
     """It used to hold while the model was recorded alone."""
@@ -285,6 +286,7 @@ def kept(net: Any, i: int, x: Tensor) -> Tensor:
     return plainly(net, i, x)
 
 
+@pytest.mark.thorough(but=["logged-LOG at .*test_surroundings.py:\\\\d+, in logged"])
 @pytest.mark.parametrize(
     ("step", "name"),
     [
@@ -336,6 +338,7 @@ CACHES: dict[str, Callable[[], Net]] = {
 }
 
 
+@pytest.mark.thorough(but=["lru_cache between layers"])
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_cache_holds_nothing_fake(cache: str) -> None:
     """A bug: what a recording left there broke the first step, or the plain model afterwards."""

@@ -194,7 +194,6 @@ def cut_in_between() -> list[Any]:
     return [found.losses, found.state]
 
 
-@pytest.mark.thorough
 def test_a_part_at_the_end_of_a_stage_travels_as_it_is(gloo: Pool) -> None:
     wanted = cut_in_between()
     for found in gloo.run(cut_in_between, ranks=4):
@@ -223,7 +222,7 @@ def train_a_plan(plan: Plan) -> tuple[list[float | None], dict[str, Tensor], int
     return losses, state, sum(p.numel() for p in pipe.parameters())
 
 
-@pytest.mark.thorough(but=["4"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("processes", "ranks"),
     [(4, ((2, 3), (0, 1))), pytest.param(8, ((2, 3, 4, 5, 6, 7), (0, 1)), marks=pytest.mark.nightly)],
@@ -417,7 +416,7 @@ def _masks(part: str, reentrant: bool) -> list[int]:
     return [sum(torch.equal(one, other) for other in masks) for one in masks]
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(but=["all-True"])
 @pytest.mark.parametrize(("part", "reentrant"), [("all", False), ("all", True), ("last", False)])
 def test_a_checkpoint_draws_the_same_masks(gloo: Pool, part: str, reentrant: bool) -> None:
     for found in gloo.run(_masks, ranks=2, args=(part, reentrant)):

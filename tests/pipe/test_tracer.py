@@ -209,7 +209,6 @@ def spread_of_a_stream() -> tuple[int, int]:
         return len(spread.steps), len(spread.messages)
 
 
-@pytest.mark.thorough
 def test_messages_of_streams_vary(gloo: Pool) -> None:
     """Eleven windows of four batches, in which each batch has its messages once."""
     steps, messages = gloo.run(spread_of_a_stream, ranks=2)[0]

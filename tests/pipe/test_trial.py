@@ -306,6 +306,7 @@ def _with_a_failure(error: BaseException) -> str:
         return "; ".join(pipe.plan.notes)
 
 
+@pytest.mark.thorough
 def test_a_failure_on_one_rank_is_told_on_all(gloo: Pool) -> None:
     of_memory, own, interrupted = zip(*gloo.run(train_with_failures, ranks=2), strict=True)
     assert own[1] == "KeyError: 'of the user'"

@@ -147,6 +147,7 @@ def skip(options: dict[str, Any]) -> tuple[list[float | None], dict[str, Tensor]
 SKIPS = ("first.0 first.2", "middle.0 middle.2", "last.0 last.2 embed")
 
 
+@pytest.mark.thorough
 def test_skips_and_integers(gloo: Pool) -> None:
     wanted = skip({"mesh": {"pipe": 1}})
     options = {"plan": in_a_row(2, 1, 1, nodes=SKIPS), "num_microbatches": None, "verify": True}
@@ -211,7 +212,6 @@ def refuse() -> list[str]:
     return told
 
 
-@pytest.mark.thorough
 def test_what_is_refused(gloo: Pool) -> None:
     for told in gloo.run(refuse, ranks=3):
         assert "over 1 and 2 ranks under the asynchronous schedule '2bw': expected one size for all stages" in told[0]
@@ -280,7 +280,6 @@ def change_one(sizes: tuple[int, ...], rank: int) -> str:
     return refusal(lambda: train_piped(pipe, [(x, x)] * 2), ValueError, PipelineError)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("sizes", "rank", "told"), [((2, 1), 1, 0), ((2, 1, 1), 2, 2)], ids=["member", "same size"])
 def test_an_attribute_that_changes_in_one_process_is_told(
     gloo: Pool, sizes: tuple[int, ...], rank: int, told: int

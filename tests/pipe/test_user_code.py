@@ -143,7 +143,7 @@ ANY_CUT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thorough(but=["one rank"])
+@pytest.mark.thorough(but=["gpipe"])
 @pytest.mark.parametrize("options", ANY_CUT.values(), ids=ANY_CUT)
 def test_random_numbers_of_any_kind_are_the_same_on_any_cut(options: dict[str, Any]) -> None:
     """And the user's own generators stand where they stood."""
@@ -342,7 +342,6 @@ class Peeking(Parts, first=lambda: layers(2), last=lambda: layers(2)):
 ENTERED: UserList[Any] = UserList()  # functions of the code that stood in; a plain list would be put back
 
 
-@pytest.mark.thorough(but=["False"])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_thread_that_entered_a_custom_function_while_a_model_was_recorded_goes_on_behind_it(again: bool) -> None:
     ENTERED.clear()

@@ -153,7 +153,6 @@ REFUSED: list[tuple[Callable[[], nn.Module], Plan, int, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.thorough
 def test_refused_before_anything_runs(gloo: Pool) -> None:
     for told in gloo.run(refusals, ranks=2):
         assert all(why in said for said, (*_, why) in zip(told, REFUSED, strict=True)), told

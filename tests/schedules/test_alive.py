@@ -241,7 +241,7 @@ def test_messages_over_time() -> None:
     assert first.peak == max(first.total)
 
 
-@pytest.mark.thorough(but=["gpipe", "2bw"])
+@pytest.mark.thorough(but=["eager-1f1b", "2bw"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_hold_versions_and_let_go(name: str) -> None:
     P, M = fitting(name, 3, 6)

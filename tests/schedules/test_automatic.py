@@ -58,6 +58,7 @@ def test_published_bubbles_over_memory(row: dict[str, float]) -> None:
     assert round(simulate(schedule, costs).span_bubble, 4) <= row["one_chunk"]
 
 
+@pytest.mark.thorough(but=["1-1"])
 @pytest.mark.parametrize(("P", "M"), [(1, 1), (3, 3), (4, 8), (5, 11)])
 def test_with_p_activations_it_is_zb_h1(P: int, M: int) -> None:
     """The least span there is, for any W that takes no more than F and I."""
@@ -111,7 +112,7 @@ def test_equal_steps_of_zb_v_take_as_long_as_is_proven(P: int, M: int, limits: t
         assert simulate(schedule, costs).span == 6 * M + max(0, 6 * P - 3 * k - 1)
 
 
-@pytest.mark.thorough(but=["zb-2p-10"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "limit"), [("zb-2p", 10), ("zb-v", 20), ("zb-v", 13)])
 def test_the_unit_of_the_costs_decides_nothing(name: str, limit: int) -> None:
     """Sums that are equal in whole numbers differ in the last digits of other units."""

@@ -256,7 +256,7 @@ COSTS = [(1.0, 1.0, 1.0, 0.0), (1.0, 0.5, 0.75, 0.0), (2.0, 2.5, 1.0, 0.5), (1.0
 WITH_A_FORM = [f for f in FAMILIES.values() if f.name in SECONDS | SPANS | PEAKS]
 
 
-@pytest.mark.thorough(but=["chimera"])
+@pytest.mark.thorough(but=["dualpipe"])
 @pytest.mark.parametrize("each", WITH_A_FORM, ids=lambda each: each.name)
 def test_what_a_family_says_of_itself(each: Family) -> None:
     """Seconds, spans and peaks by its own formulas, wherever these hold, and each of them somewhere."""

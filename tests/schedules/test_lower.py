@@ -130,7 +130,7 @@ def test_two_receives_ahead_and_no_more_than_the_order_forces(lowered: Lowered) 
         assert not any(outstanding.values())
 
 
-@pytest.mark.thorough(but=["gpipe-2-None"])
+@pytest.mark.thorough(but=["eager-1f1b-2-None"])
 @pytest.mark.parametrize(
     ("name", "P", "chunks"),
     [

@@ -92,7 +92,7 @@ SIZES = {"num_ranks": 4, "num_microbatches": 8}
 PLAIN = [name for name in FLUSH if (built := build(name, **SIZES)).num_slices == 1 and not built.moves_activations]
 
 
-@pytest.mark.thorough(but=["eager-1f1b"])
+@pytest.mark.thorough(but=["1f1b"])
 @pytest.mark.parametrize("name", PLAIN)
 def test_random_moves_of_every_family_run_as_they_are_counted(name: str) -> None:
     """Whoever waits for them is late by no more than they take; where they take nothing nobody is."""
@@ -203,7 +203,7 @@ def test_half_of_the_stages_on_the_host_leave_a_quarter() -> None:
             assert longer.makespan > without.makespan * 1.02
 
 
-@pytest.mark.thorough(but=["terapipe"])
+@pytest.mark.thorough(but=["terapipe", "seq-zb-h1"])
 @pytest.mark.parametrize("name", FLUSH)
 def test_any_flush_schedule_can_be_offloaded(name: str) -> None:
     plain = build(name, num_ranks=4, num_microbatches=8)

@@ -66,7 +66,7 @@ def test_only_updates_of_2bw_can_wait(name: str) -> None:
         defer_updates(schedule)
 
 
-@pytest.mark.thorough(but=["1-2"])
+@pytest.mark.thorough(but=["2-2"])
 @pytest.mark.parametrize("P", [2, 3, 4])
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 6, 12])
 def test_update_every(P: int, every: int) -> None:
@@ -138,7 +138,6 @@ def test_any_warm_up_holds_what_it_says(P: int, data: st.DataObject) -> None:
     assert report.peak_activations == tuple(depth + 1 for depth in warmups)
 
 
-@pytest.mark.thorough(but=["pipedream-sizes0-options0-update_every=3 for 4 microbatches: .* divides 4, such as 1 or 4"])
 @pytest.mark.parametrize(
     ("name", "sizes", "options", "message"),
     [

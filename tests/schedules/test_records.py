@@ -337,7 +337,7 @@ def test_a_clock_that_nobody_read_is_left_out(tmp_path: Path) -> None:
     assert traces.notes == (f"rank 2 left out: {path} has no reading of its clock, which is another host's",)
 
 
-@pytest.mark.thorough(but=["0"])
+@pytest.mark.thorough(but=["4"])
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_breaks_good_lines_stay(tmp_path: Path, seed: int) -> None:
     """Random cuts and changes: broken lines are told with file and number, and all the others are read as before."""

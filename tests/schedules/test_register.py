@@ -168,7 +168,6 @@ def make(num_ranks, num_microbatches):
 """
 
 
-@pytest.mark.thorough
 def test_a_package_offers_schedules_by_entry_points(tmp_path: Path) -> None:
     (tmp_path / "offering.py").write_text(PACKAGE)
     info = tmp_path / "offering-1.dist-info"

@@ -32,7 +32,7 @@ from .test_check import ends
 REPLICAS = [(2, 1), (1, 2), (3, 1), (2, 1, 1), (1, 2, 1), (2, 2), (1, 1, 3)]
 
 
-@pytest.mark.thorough(but=["6-(2, 1)-paci"])
+@pytest.mark.thorough(but=["6-(2, 1)-2bw"])
 @pytest.mark.parametrize("name", ASYNC)
 @pytest.mark.parametrize("replicas", REPLICAS, ids=str)
 @pytest.mark.parametrize("M", [6, 12])

@@ -99,7 +99,7 @@ def actions(program: RankProgram) -> list[Action]:
     return [step for step in program.steps if isinstance(step, Action)]
 
 
-@pytest.mark.thorough(but=["False-2bw-P1-M1", "False-2bw-P2-M1"])
+@pytest.mark.thorough(but=["False-pipedream-P1-M1", "False-2bw-P2-M1"])
 @every_case
 @pytest.mark.parametrize("shares", [False, True])
 def test_calls_and_drain_make_the_program(case: Case, deferred: bool, shares: bool) -> None:
@@ -110,7 +110,7 @@ def test_calls_and_drain_make_the_program(case: Case, deferred: bool, shares: bo
     assert stream.unrolled(schedule.num_batches) == schedule
 
 
-@pytest.mark.thorough(but=["pipedream-P1-M1"])
+@pytest.mark.thorough(but=["2bw-P1-M1"])
 @every_case
 def test_any_number_of_batches(case: Case, deferred: bool) -> None:
     """Each is what the builder makes for so many batches, with versions as the stream says."""
@@ -173,7 +173,7 @@ def sent_by(program: RankProgram, step: Step) -> tuple[Message, ...]:
     return (step.message,) if isinstance(step, Transfer) and step.is_send else ()
 
 
-@pytest.mark.thorough(but=["1-pipedream-P1-M1"])
+@pytest.mark.thorough(but=["5-2bw-P1-M1 deferred"])
 @every_case
 @pytest.mark.parametrize("first", [1, 3, 5])
 def test_a_stream_that_begins_later(case: Case, deferred: bool, first: int) -> None:

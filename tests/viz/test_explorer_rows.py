@@ -80,6 +80,7 @@ def test_replicas_at_other_times_stay_apart(browser: Any) -> None:
     assert names(looked) == [["rank 0", "rank 1", "rank 2", "rank 3"]]
 
 
+@pytest.mark.thorough
 def test_a_pinned_row_stays_while_the_others_scroll(browser: Any) -> None:
     exhibit = example(num_ranks=32, num_microbatches=40)
     looked = browser.show(exhibit)

@@ -93,7 +93,6 @@ def test_the_critical_path_is_framed_and_its_shares_are_said(texts):
     assert not any("message" in text.get_text() for line in plain.legends for text in line.get_texts())
 
 
-@pytest.mark.thorough
 def test_forwards_of_a_stream_wear_their_weight_version(texts):
     figure = timeline_figure(simulate(build("2bw", num_ranks=2, num_microbatches=2, num_batches=5), Costs()))
     found = [text.get_text().strip() for text in figure.axes[0].texts if text.get_text().startswith("v")]
@@ -289,6 +288,7 @@ def test_several_exhibits_stand_on_one_scale(texts):
         render_comparison(None, None, "/dev/null")
 
 
+@pytest.mark.thorough
 def test_a_figure_shows_itself_in_a_notebook_and_goes_to_png_svg_and_pdf_alone(tmp_path):
     assert timeline_figure(example())._repr_png_().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match=r"t.eps: expected a name that ends in .png, .svg, .pdf"):

@@ -62,7 +62,6 @@ def slowed(timeline: Timeline, factor: float) -> Timeline:
     return replace(timeline, ranks=ranks, measured=True)
 
 
-@pytest.mark.thorough(but=["zb-h1"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_figures_of_a_prediction(name: str) -> None:
     timeline = simulate(build(name, num_ranks=4, num_microbatches=8), COSTS)

@@ -92,6 +92,7 @@ def expected(timeline: Timeline) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough
 def test_the_page_plays_200_schedules_as_the_simulator_does(replayed: list[tuple[Case, dict[str, Any]]]) -> None:
     """Equal to the last bit, so that of actions that end at one time the same one comes first."""
     for case, found in replayed:
@@ -267,6 +268,7 @@ def test_edges(browser: Any) -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_varied_says_why() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=4)
     assert whatif_data(Exhibit(name="no costs", simulated=simulate(schedule, Costs()))) is None

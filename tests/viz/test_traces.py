@@ -388,7 +388,6 @@ def check_rules(events: list[Trace]) -> None:
         assert isinstance(event["tid"], int)
 
 
-@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(timeline=timelines())
 def test_perfetto(tmp_path_factory: pytest.TempPathFactory, timeline: Timeline) -> None:

@@ -145,6 +145,7 @@ with network(Nodes(num_nodes=2, shape=Shape(latency=0.001)), has_netem=False) as
 """
 
 
+@pytest.mark.thorough
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
     """But for the names of its nodes, a file that is for the system to clear away: here in a folder of the test's."""
     foreign = f"other-{os.getpid()}"

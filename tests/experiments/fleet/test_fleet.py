@@ -202,6 +202,7 @@ def profile() -> Profile:
     return Profile(nodes=tuple(nodes))
 
 
+@pytest.mark.thorough
 def test_a_fleet_takes_throughputs_from_the_planner(tmp_path: Path, cli: Cli) -> None:
     write(tmp_path, "p.json", profile().to_json())
     jobs = [

@@ -34,6 +34,7 @@ def bound_of(point: dict[str, str]) -> float:
     return 1 - work / least_seconds(problem)
 
 
+@pytest.mark.thorough
 def test_published_bubbles() -> None:
     """At memory P the published schedules are optimal, to all their digits; at 2P none is below the bound."""
     for point in published("zb-"):
@@ -42,7 +43,7 @@ def test_published_bubbles() -> None:
         assert point["memory"] == "2.0" or bound == pytest.approx(bubble, abs=5e-5), point
 
 
-@pytest.mark.thorough(but=["curve plain-4"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(("source", "met"), [("curve plain", 4), ("curve v", 1), ("v of 24", 0), ("v of 32", 0)])
 def test_published_bubbles_over_memory(source: str, met: int) -> None:
     """ZB's automatic schedules: the bound falls with memory and stays below them."""
@@ -98,6 +99,7 @@ def brute_force(problem: Problem) -> float:
     return min(evaluator.value(list(each)) for each in product(*own))
 
 
+@pytest.mark.thorough(but=["factors0-None-span", "factors0-1.5-span"])
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 @pytest.mark.parametrize("limit", [None, 1.0, 1.5])
 @pytest.mark.parametrize("factors", [[1, 2], [1, 1]])
@@ -118,6 +120,7 @@ def test_all_orders_of_two_by_two(objective: str, limit: float | None, factors: 
     assert synthesize(**given, kept_share=0.5, evaluations=2000).value == best  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("numbers", [range(12), pytest.param(range(300), marks=pytest.mark.nightly)])
 def test_the_committed_optima_are_proven(numbers: range) -> None:
     for number in numbers:

@@ -184,6 +184,7 @@ def test_a_forward_moves_into_the_gap_that_it_fits() -> None:
         assert names == [expected.split(), last.split()]
 
 
+@pytest.mark.thorough
 @steady
 @given(st.data())
 def test_forwards_that_move_ahead_make_nothing_late(data: st.DataObject) -> None:

@@ -94,6 +94,7 @@ def test_what_a_chain_says_is_what_the_evaluator_of_orders_says(kind: str) -> No
     assert [each.value for each in states()[1]] == [each.value for each in ends]
 
 
+@pytest.mark.thorough(but=["60000-3"])
 @pytest.mark.parametrize(("evaluations", "chains"), [(20_000, 1), (60_000, 3)])
 def test_chains_that_would_have_no_time_to_cool_are_one(
     evaluations: int, chains: int, monkeypatch: pytest.MonkeyPatch
@@ -179,7 +180,7 @@ def test_a_backward_that_is_shorter_as_one_is_run_as_one() -> None:
     assert got.gap == pytest.approx(0.0)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(but=["9"])
 @pytest.mark.parametrize("seed", [4, 9])
 def test_an_i_and_a_w_that_run_as_one_have_one_overhead(seed: int) -> None:
     """Where no other rank waits for the gradient, as in the simulator, however the search ends."""
@@ -209,6 +210,7 @@ def test_a_limit_of_just_the_weights_is_enough_for_layers_that_keep_nothing(weig
         synthesize_jointly(layers, num_ranks=1, num_microbatches=2, memory_limit=2.98 * weights, evaluations=50)
 
 
+@pytest.mark.thorough(but=["1"])
 @pytest.mark.parametrize("seed", range(12))
 def test_it_is_no_slower_than_any_start_that_fits(seed: int) -> None:
     """Within just the memory of one, on ranks in any order, with no time for more than a look at it; another one mostly

@@ -102,7 +102,7 @@ def drawn(number: int) -> tuple[dict[str, Any], int]:
     return sizes | {"objective": random.choice(["makespan", "span"]), "seconds": 600.0}, V
 
 
-@pytest.mark.thorough(but=["2", "4"])
+@pytest.mark.thorough(but=["1", "2", "4"])
 @pytest.mark.parametrize("number", range(6))
 def test_more_evaluations_begin_with_fewer(number: int) -> None:
     sizes, least = drawn(number)
@@ -116,7 +116,7 @@ def way(found: Synthesis) -> list[tuple[float, int]]:
     return [(point.value, point.evaluations) for point in found.history]
 
 
-@pytest.mark.thorough(but=["2"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(6))
 def test_more_room_is_no_worse(number: int) -> None:
     sizes, least = drawn(number)
