@@ -118,7 +118,7 @@ def transformer_profile(
         microbatch_size=microbatch_size,
         optimizer_ratio=model.optimizer_ratio,
         gradient_ratio=2.0 if model.gradients == "float32" else 1.0,
-        gather_ratio=0.5 if runtime.gathers_casts and model.precision == "fp8" else 1.0,
+        gather_ratio=0.5 if runtime.gathers_bytes and model.precision == "fp8" else 1.0,
         gathers_ahead=runtime.gathers_ahead,
         sums_early=runtime.sums_early,
         sums_whole=runtime.sums_whole,

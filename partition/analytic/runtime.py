@@ -19,8 +19,8 @@ class Runtime(NamedTuple):
             attend (`cp_comm_type="p2p"`).
         gathers_ahead: updated weights are gathered before the forwards that need them, in place of after the update
             (`overlap_param_gather`).
-        gathers_casts: what is gathered are casts: activations over tensor ranks in the layers' precision (Transformer
-            Engine), and weights over replicas in 8 bits (`fp8_param_gather`).
+        gathers_casts: activations are gathered over tensor ranks in the layers' precision (Transformer Engine).
+        gathers_bytes: weights are gathered over replicas in 8 bits, where the layers' are (`fp8_param_gather`).
         adds_gradients: W reads and writes the gradients of matrices besides its products, to add a microbatch's; False:
             the device's efficiency has that in it, as where it was fitted to trainings.
         sums_early: a stage's last backward sums each bucket of gradients over replicas as it makes it
@@ -38,6 +38,7 @@ class Runtime(NamedTuple):
     overlaps_context: bool = False
     gathers_ahead: bool = False
     gathers_casts: bool = False
+    gathers_bytes: bool = False
     adds_gradients: bool = False
     sums_early: bool = False
     sums_whole: bool = False
@@ -57,6 +58,7 @@ MEGATRON_CORE = Runtime(
     overlaps_context=True,
     gathers_ahead=True,
     gathers_casts=True,
+    gathers_bytes=True,
     adds_gradients=True,
     sums_early=True,
     sums_by_chunk=True,
