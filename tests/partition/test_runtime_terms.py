@@ -124,6 +124,7 @@ def test_what_travels_for_an_update() -> None:
     assert (ahead.seconds, ahead.gather) == pytest.approx((3 / 4 * weights, 3 / 8 * weights))
     assert (divided.unshards, ahead.unshards) == (False, True)
     assert sums(4, MEGATRON_CORE, precision="16-bit").gather == divided.gather
+    assert sums(4, MEGATRON_CORE._replace(gathers_bytes=False)).gather == divided.gather
 
 
 def test_each_large_gradient_has_a_ring_of_its_own() -> None:
