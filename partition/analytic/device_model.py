@@ -33,6 +33,7 @@ from ..strict import check_figures, fail, parse_object, read_text
 _JSON_VERSION = 1
 TILE = 64 * 128  # outputs that a multiprocessor makes at once, where a product has few: larger tiles need more of them
 LARGE_TILE = 128 * 256
+FP8_TERAFLOPS_A_WATT = 2.35  # that Blackwell sustains at its power limit, see `PRESETS`
 NVLINK_EFFICIENCY = 0.76  # NCCL's sums over 8 A100: 229 of 300 GB/s (vTrain's measurements)
 
 
@@ -248,10 +249,9 @@ def _blackwell(
     fp4_teraflops: float,
     gigabytes: float,
     matrix_efficiency: float,
-    fp8_efficiency: float,
-    watts_more: float = 1.0,
+    watts: float,
 ) -> DeviceModel:
-    """`watts_more`: its power limit over that of the device of which `matrix_efficiency` is."""
+    """`watts`: its power limit."""
     a_clock = fp4_teraflops / (4 * teraflops)  # work of a 4-bit product, over that of one in 16
     return _sxm(
         name,
@@ -260,25 +260,20 @@ def _blackwell(
         gigabytes_a_second=8000,
         gigabytes=gigabytes,
         nvlink=1800,
-        matrix_efficiency=round(matrix_efficiency * watts_more ** (1 / 3), 3),
+        matrix_efficiency=matrix_efficiency,
         wave_outputs=multiprocessors * LARGE_TILE,
         link_efficiency=0.75,
         memory_efficiency=0.9,
         network_efficiency=0.92,
         fp8_flops=2 * teraflops * 1e12,
-        fp8_efficiency=fp8_efficiency,
+        fp8_efficiency=round(FP8_TERAFLOPS_A_WATT * watts / (2 * teraflops * matrix_efficiency), 3),
         fp4_flops=fp4_teraflops * 1e12,
         fp4_efficiency=round(0.948 * min(1.0, a_clock ** (-1 / 3)), 3),
     )
 
 
-_OF_EIGHT: dict[str, Any] = {"multiprocessors": 148, "teraflops": 2250, "matrix_efficiency": 0.634}
-_OF_A_RACK: dict[str, Any] = {
-    "multiprocessors": 152,
-    "teraflops": 2500,
-    "matrix_efficiency": 0.594,
-    "fp8_efficiency": 0.992,
-}
+_OF_EIGHT: dict[str, Any] = {"multiprocessors": 148, "teraflops": 2250, "matrix_efficiency": 0.634, "watts": 1000}
+_OF_A_RACK: dict[str, Any] = {"multiprocessors": 152, "teraflops": 2500}
 PRESETS = (
     _sxm("V100-16GB", multiprocessors=80, teraflops=125, gigabytes_a_second=900, gigabytes=16, nvlink=300),
     _sxm("V100-32GB", multiprocessors=80, teraflops=125, gigabytes_a_second=900, gigabytes=32, nvlink=300),
@@ -286,10 +281,10 @@ PRESETS = (
     _a100("A100-80GB", gigabytes_a_second=2039, gigabytes=80),
     _hopper("H100-80GB", gigabytes_a_second=3350, gigabytes=80, fp8_efficiency=0.883),
     _hopper("H200-141GB", gigabytes_a_second=4800, gigabytes=141, fp8_efficiency=0.914),
-    _blackwell("B200-180GB", gigabytes=180, fp4_teraflops=9000, fp8_efficiency=0.983, **_OF_EIGHT),
-    _blackwell("B300-288GB", gigabytes=288, fp4_teraflops=13500, fp8_efficiency=0.948, **_OF_EIGHT),
-    _blackwell("GB200-186GB", gigabytes=186, fp4_teraflops=10000, **_OF_A_RACK),
-    _blackwell("GB300-288GB", gigabytes=288, fp4_teraflops=15000, watts_more=1400 / 1200, **_OF_A_RACK),
+    _blackwell("B200-180GB", gigabytes=180, fp4_teraflops=9000, **_OF_EIGHT),
+    _blackwell("B300-288GB", gigabytes=288, fp4_teraflops=13500, **_OF_EIGHT),
+    _blackwell("GB200-186GB", gigabytes=186, fp4_teraflops=10000, matrix_efficiency=0.594, watts=1200, **_OF_A_RACK),
+    _blackwell("GB300-288GB", gigabytes=288, fp4_teraflops=15000, matrix_efficiency=0.693, watts=1400, **_OF_A_RACK),
     _a100(
         "DGX-A100",
         gigabytes_a_second=2039,
@@ -313,13 +308,16 @@ From H100 on it is what others measured of products alone (Bekman, github.com/st
 and network):
 
     matrix_efficiency     what a whole node sustains at its power limit, 699 of 989 TFLOP/s on an H200 and 1426 of 2250
-                          on a B200, taken for H100 and B300, too; for GB200 and GB300 the best that a GB200 reaches for
-                          a moment, 1822 of 2500, times what the B200 keeps of that
-                          and for the 1400 W of a GB300 in place of 1200 W by the cube law of clocks under a power
-                          limit (power goes with clock times voltage squared, which goes with the clock)
-    fp8, fp4_efficiency   the best of 8 and 4 bits over the best of 16, each a part of its data sheet's;
-                          B300 and GB300 multiply 1.5 times as many 4-bit values a clock, by the same law at 1.5^(-1/3)
-                          of the clock
+                          on a B200, taken for H100 and B300, too; for the GB200 the best that it reaches for a moment,
+                          1822 of 2500, times what the B200 keeps of that; the GB300 in proportion to its 1400 W
+    fp8_efficiency        of Hopper the best of 8 bits over the best of 16, each a part of its data sheet's; Blackwell
+                          sustains 2.35 TFLOP/s for each W of its limit (1000, GB200 1200, GB300 1400): 2820 on a GB200,
+                          the middle of three published tables (the others: 2695, 2907), and 3309 on a GB300, products
+                          of 16384 after 10,000 others (Azure's AI-benchmarking-guide, of the fork egmsft
+                          ND_GB200_v6_results.md at 0682f76 and ND_GB300_v6_results.md at 18e80a2)
+    fp4_efficiency        the best of 4 bits over the best of 16; B300 and GB300 multiply 1.5 times as many 4-bit values
+                          a clock, at 1.5^(-1/3) of the clock by the cube law under a power limit (power goes with clock
+                          times voltage squared, which goes with the clock): 8607 TFLOP/s on a GB300, and Azure has 8640
     link_efficiency       rings of NCCL over eight: 362 of 450 GB/s on H200, 677 of 900 on B200
     network_efficiency    what NCCL counts of a ring's bandwidth with protocol LL128 (src/graph/tuning.cc)
     wave_outputs          tiles of 128 x 256, the most efficient ones (arXiv 2401.14489)

@@ -118,7 +118,7 @@ def transformer_profile(
         microbatch_size=microbatch_size,
         optimizer_ratio=model.optimizer_ratio,
         gradient_ratio=2.0 if model.gradients == "float32" else 1.0,
-        gather_ratio=0.5 if runtime.gathers_casts and model.precision == "fp8" else 1.0,
+        gather_ratio=0.5 if runtime.gathers_bytes and model.precision == "fp8" else 1.0,
         gathers_ahead=runtime.gathers_ahead,
         sums_early=runtime.sums_early,
         sums_whole=runtime.sums_whole,
@@ -147,6 +147,7 @@ class LayerFormulas:
         runtime: Runtime = PLAIN,
     ) -> None:
         self.model, self.tensor, self.device, self.runtime = model, tensor, device, runtime
+        self.overlaps = runtime.overlaps_sums and model.precision != "fp4"
         (self.context, self.expert), size = split, tensor * split[0] * split[1]
         if cluster is None:
             cluster = Cluster(levels=(Level(name="link", size=size, bandwidth=device.link_bandwidth),))
@@ -199,7 +200,7 @@ class LayerFormulas:
             ((1 + 2 * model.kv_part) * heads, self.wide, ahead * mlp, routed),
         )
         whole, inward = list(zip(flops, outputs, strict=True)), list(zip(flops, inputs, strict=True))
-        parts = t if self.runtime.overlaps_sums else 1
+        parts = t if self.overlaps else 1
         forward = [(each, out / own) for (each, out), own in zip(whole, 2 * (parts, min(parts, SPLITS)), strict=True)]
         inward[1::2] = [(each, out / parts) for each, out in inward[1::2]]  # the others' sums travel beside them
         every_score = self.tokens * model.heads * model.length / t
@@ -245,14 +246,17 @@ class LayerFormulas:
             workspace=max(2 * ahead * mlp, 2 * self.scores),
             output=VALUE_BYTES * self.wide * self.context,
         )
-        experts = model.experts // self.expert * model.expert_parameters(t)
-        expert_bytes = VALUE_BYTES * experts if self.expert > 1 else 0.0
-        return self._exchanging(replace(node, buffer_bytes=casts, expert_bytes=expert_bytes))
+        experts = model.experts // self.expert if self.expert > 1 else 0
+        node = replace(node, buffer_bytes=casts, expert_bytes=float(VALUE_BYTES * experts * model.expert_parameters(t)))
+        return self._exchanging(node, (scores, inner), every_score)
 
-    def _exchanging(self, node: Node) -> Node:
-        """The node with the seconds in which members exchange keys and values, and rows for experts."""
-        there = self.kv_seconds + 2 * self.routed_seconds
-        back = there + self.kv_seconds
+    def _exchanging(self, node: Node, attention: tuple[float, float], outputs: float) -> Node:
+        """The node with the seconds in which members exchange keys and values, and rows for experts. In a ring the
+        former travel while all parts but the last attend."""
+        part = 1 - 1 / self.context if self.runtime.overlaps_context else 0.0
+        hidden = [part * self.device.matrix_seconds(flops, outputs=outputs) for flops in attention]
+        keys = [max(0.0, halves * self.kv_seconds - own) for halves, own in zip((1, 2), hidden, strict=True)]
+        there, back = (each + 2 * self.routed_seconds for each in keys)
         return replace(
             node,
             forward_seconds=node.forward_seconds + there,
@@ -314,7 +318,7 @@ class LayerFormulas:
         summed = sums * self.sum_seconds
         if weights and self.runtime.gathers_casts and self.model.precision != "16-bit":
             summed *= (1 + _CASTS[self.model.precision][0] / VALUE_BYTES) / 2  # scattered sums stay in 16 bits
-        if weights and self.runtime.overlaps_sums:
+        if weights and self.overlaps:
             summed = max(summed / self.tensor, summed - own * (1 - 1 / self.tensor))
         return plain + own + self.device.memory_seconds(num_bytes) + summed
 

@@ -12,11 +12,15 @@ class Runtime(NamedTuple):
 
     Arguments:
         overlaps_sums: sums over the T tensor ranks are cut into T parts, of which all but one travel while the products
-            before or after them compute: Transformer Engine's userbuffers (`tp_comm_overlap`).
+            before or after them compute: Transformer Engine's userbuffers (`tp_comm_overlap`). Not with products in 4
+            bits: NVIDIA's settings of NVFP4 turn it off (Megatron-Bridge at 067f987, perf_recipes/llama; MLPerf
+            Training v5.1, config_GB200_1280x4x16xtp4pp8cp2_cg_fp4.sh).
+        overlaps_context: keys and values of a context's members travel in a ring while the parts that are there already
+            attend (`cp_comm_type="p2p"`).
         gathers_ahead: updated weights are gathered before the forwards that need them, in place of after the update
             (`overlap_param_gather`).
-        gathers_casts: what is gathered are casts: activations over tensor ranks in the layers' precision (Transformer
-            Engine), and weights over replicas in 8 bits (`fp8_param_gather`).
+        gathers_casts: activations are gathered over tensor ranks in the layers' precision (Transformer Engine).
+        gathers_bytes: weights are gathered over replicas in 8 bits, where the layers' are (`fp8_param_gather`).
         adds_gradients: W reads and writes the gradients of matrices besides its products, to add a microbatch's; False:
             the device's efficiency has that in it, as where it was fitted to trainings.
         sums_early: a stage's last backward sums each bucket of gradients over replicas as it makes it
@@ -31,8 +35,10 @@ class Runtime(NamedTuple):
     """
 
     overlaps_sums: bool = False
+    overlaps_context: bool = False
     gathers_ahead: bool = False
     gathers_casts: bool = False
+    gathers_bytes: bool = False
     adds_gradients: bool = False
     sums_early: bool = False
     sums_whole: bool = False
@@ -49,8 +55,10 @@ cudnn-frontend at 505fcfeb, benchmark/benchmark_results.csv, PyTorch's kernels; 
 PLAIN = Runtime()
 MEGATRON_CORE = Runtime(
     overlaps_sums=True,
+    overlaps_context=True,
     gathers_ahead=True,
     gathers_casts=True,
+    gathers_bytes=True,
     adds_gradients=True,
     sums_early=True,
     sums_by_chunk=True,

@@ -59,7 +59,7 @@ def test_every_row_is_priced_or_named_with_a_reason() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("file", "average", "worst"), [("mlperf", 0.083, 0.148), ("bridge", 0.083, 0.259), ("nanotron", 0.130, 0.516)]
+    ("file", "average", "worst"), [("mlperf", 0.062, 0.148), ("bridge", 0.056, 0.236), ("nanotron", 0.130, 0.519)]
 )
 def test_steps_of_others(file: str, average: float, worst: float) -> None:
     errors = {step: off(step) for step in of(file)}
@@ -107,12 +107,25 @@ def test_tokens_a_second_of_an_h100(name: str) -> None:
     assert abs(error) < 0.06
 
 
+def machine(step: Step) -> str:
+    return step.machine
+
+
+def software(step: Step) -> str:
+    """The machine, its round of MLPerf, the model and its precision."""
+    return f"{step.machine} {step.name[:4]} {step.model.layers} {step.model.precision}"
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize(("file", "average"), [("mlperf", 0.080), ("bridge", 0.074), ("nanotron", 0.119)])
-def test_two_steps_of_a_machine_foretell_its_others(file: str, average: float) -> None:
-    """The first two of each machine calibrate one constant, where one of them foretells the other."""
+@pytest.mark.parametrize(
+    ("file", "alike", "average"),
+    [("mlperf", machine, 0.072), ("mlperf", software, 0.013), ("bridge", machine, 0.058), ("nanotron", machine, 0.119)],
+)
+def test_two_steps_foretell_others(file: str, alike: Callable[[Step], str], average: float) -> None:
+    """The first two of each machine, or of what is alike, calibrate one constant where one of them foretells the
+    other. Containers of one plan of Megatron-Bridge differ by 5% on average, up to 10%."""
     errors = []
-    for _, own in groupby(sorted(of(file), key=lambda step: step.machine), lambda step: step.machine):
+    for _, own in groupby(sorted(of(file), key=alike), alike):
         first, second, *others = [*own, *[None] * 2]
         held_out = [step for step in others if step is not None]
         if second is not None and held_out:

@@ -45,25 +45,45 @@ def test_sums_over_tensor_ranks_overlap_with_products_in_parts() -> None:
     """P of products and S of sums, in T parts each: all but a part of the shorter travel meanwhile."""
     t, n, h = 4, 32, SMALL.hidden
     products, scores = 24 * n * h**2 / t, 4 * n * SMALL.length * h / t
-    for link, precision in itertools.product((1e-3, 1e3), ("16-bit", "fp8")):
-        device = replace(COUNTER, link_bandwidth=link, fp8_flops=1.0)
+    for link, precision in itertools.product((1e-3, 1e3), ("16-bit", "fp8", "fp4")):
+        device = replace(COUNTER, link_bandwidth=link, fp8_flops=1.0, fp4_flops=1.0)
         model = replace(SMALL, precision=precision)  # type: ignore[arg-type]
         sums = 2 * 2 * (t - 1) / t * 2 * n * h / link
         plain, apart = (profile_of(model, t=t, device=device, runtime=each).nodes[1] for each in (PLAIN, MEGATRON_CORE))
         assert plain.forward_seconds == pytest.approx(products + scores + sums)
-        sums *= 1 if precision == "16-bit" else 3 / 4  # the half that is gathered has a byte a value
+        sums *= {"16-bit": 1, "fp8": 3 / 4, "fp4": 41 / 64}[precision]  # half is gathered, in 1 or 9/16 bytes a value
         longer, shorter = max(products, sums), min(products, sums)
-        assert apart.forward_seconds == pytest.approx(scores + longer + shorter / t)
+        alone = 1 if precision == "fp4" else 1 / t  # userbuffers do not take it
+        assert apart.forward_seconds == pytest.approx(scores + longer + alone * shorter)
 
 
 def test_products_that_overlap_have_fewer_outputs_each() -> None:
     t, n, h = 4, 32, SMALL.hidden
-    device = replace(COUNTER, wave_outputs=2e3)
-    layer = profile_of(SMALL, t=t, device=device, runtime=MEGATRON_CORE).nodes[1]
+    device = replace(COUNTER, wave_outputs=2e3, fp4_flops=1.0)
     every = [(3 * h, 3 * h / t), (h, h), (4 * h, 4 * h / t), (4 * h, h)]  # columns of all ranks, and of this one
     scores = 4 * n * SMALL.length * h / t / device.efficiency(n * SMALL.heads * SMALL.length / t)
-    parts = sum(2 * n * h * width / t / device.efficiency(n * own / t) for width, own in every)
-    assert layer.forward_seconds == pytest.approx(scores + parts)
+    for model, parts in (SMALL, t), (replace(SMALL, precision="fp4"), 1):
+        layer = profile_of(model, t=t, device=device, runtime=MEGATRON_CORE).nodes[1]
+        products = sum(2 * n * h * width / t / device.efficiency(n * own / parts) for width, own in every)
+        assert layer.forward_seconds == pytest.approx(scores + products)
+
+
+def test_keys_in_a_ring_travel_while_parts_attend() -> None:
+    n, h, c = FEW.length, FEW.hidden, 4
+    for link in (1e-3, 1e3):
+        plain, ring = (
+            profile_of(
+                FEW,
+                t=c,
+                context=c,
+                device=replace(COUNTER, link_bandwidth=link),
+                runtime=Runtime(overlaps_context=each),
+            ).nodes[1]
+            for each in (False, True)
+        )
+        keys, attending = (c - 1) / c * 2 * 2 * n * h / 4 / link, (c - 1) / c * 4 * n * n * h / c
+        assert plain.forward_seconds - ring.forward_seconds == pytest.approx(min(keys, attending))
+        assert plain.backward_seconds - ring.backward_seconds == pytest.approx(2 * min(keys, attending))
 
 
 def test_gradients_are_read_and_written_where_a_microbatch_adds_its_own() -> None:
@@ -104,6 +124,7 @@ def test_what_travels_for_an_update() -> None:
     assert (ahead.seconds, ahead.gather) == pytest.approx((3 / 4 * weights, 3 / 8 * weights))
     assert (divided.unshards, ahead.unshards) == (False, True)
     assert sums(4, MEGATRON_CORE, precision="16-bit").gather == divided.gather
+    assert sums(4, MEGATRON_CORE._replace(gathers_bytes=False)).gather == divided.gather
 
 
 def test_each_large_gradient_has_a_ring_of_its_own() -> None:

@@ -97,10 +97,13 @@ class Step:
 
     @property
     def runtime(self) -> Runtime:
-        """v3.1 of MLPerf attends by FlashAttention-2 (training_results_v3.1 at f33f944, NVIDIA's Dockerfile)."""
-        if self.name.startswith("v3.1"):
-            return MEGATRON_CORE._replace(attention=NANOTRON.attention)
-        return NANOTRON if self.file == "nanotron" else MEGATRON_CORE
+        """v3.1 of MLPerf attends by FlashAttention-2 and has no weights in 8 bits (training_results_v3.1 at f33f944,
+        NVIDIA's Dockerfile and custom.yaml; v4.0's has fp8_params). With MXFP8 they are gathered in 16 bits
+        (Megatron-Bridge at 067f987, docs/performance-guide.md: "for per-tensor FP8 scaling recipes")."""
+        if self.file == "nanotron":
+            return NANOTRON
+        runtime = MEGATRON_CORE._replace(gathers_bytes=not self.name.startswith("v3.1") and "MXFP8" not in self.name)
+        return runtime._replace(attention=NANOTRON.attention) if self.name.startswith("v3.1") else runtime
 
     @property
     def cluster(self) -> Cluster:
