@@ -51,8 +51,7 @@ class CutClimb:
         return min([e, *self._ordered(e, e.simulated_seconds * (1 - TIE), is_free=is_free)], key=_seconds)
 
     def fitted(self, c: Configuration, ends: Ends) -> list[Candidate]:
-        """The best in orders that hold no more than there is, where the schedule as it is holds more, if it may be the
-        best of all."""
+        """The best in an order that holds less than its schedule does, where that is needed, if it may be the best."""
         limit = self.best_seconds * (1 - TIE)
         with suppress(DoesNotFitError):
             if _keeps_all(self.evaluator.choices(c, ends, exact=True)[0]):
@@ -134,8 +133,7 @@ class CutClimb:
                     yield self.evaluator.simulate(evaluated)
 
     def _choices(self, c: Configuration, ends: Ends, *, is_free: bool) -> Sequence[Candidate]:
-        """Ways to treat its ranks; if nothing fits, those that do with less in flight, where orders are made; all kept,
-        if `is_free`."""
+        """Ways to treat its ranks, where orders are made also with less in flight; all kept, if `is_free`."""
         with suppress(DoesNotFitError):
             if not is_free:
                 found = self.evaluator.choices(c, ends, exact=True)[: num_choices(c)]

@@ -78,7 +78,7 @@ def with_joint(
 
     There is one for each of the microbatch sizes that promise most, up to MAX_SIZES: with the least work of a batch,
     and of a third of a microbatch more per device, which passes before all of them are busy. Each starts from the best
-    schedules that split the backward, which take half of its seconds, or less; it is as fast as the best of them.
+    schedule that splits the backward, and is as fast; to find that leaves half of its seconds, at least.
     """
     evaluator, least = search.evaluator, min((each.simulated_seconds for each in found), default=math.inf)
 
