@@ -10,7 +10,6 @@ while it searches, and as they are in what it finds.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -78,7 +77,7 @@ def with_joint(
 
     There is one for each of the microbatch sizes that promise most, up to MAX_SIZES: with the least work of a batch,
     and of a third of a microbatch more per device, which passes before all of them are busy. Each starts from the best
-    schedule that splits the backward, and is as fast; to find that leaves half of its seconds, at least.
+    schedule that splits the backward, which is found before its seconds count, and is as fast.
     """
     evaluator, least = search.evaluator, min((each.simulated_seconds for each in found), default=math.inf)
 
@@ -105,10 +104,9 @@ def with_joint(
             microbatch_size=size,
             num_microbatches=space.global_batch // size,
         )
-        began = time.thread_time()
         split = [*_starts(evaluator, c, _split(search, space, size))]
-        left = max(0.5, 1 - (time.thread_time() - began) * len(sizes) / seconds) * seconds / len(sizes)
-        searched = _searched(evaluator, c, [*split, *_starts(evaluator, c, found)], left, report)
+        starts = [*split, *_starts(evaluator, c, found)]
+        searched = _searched(evaluator, c, starts, seconds / len(sizes), report)
         for cut, schedule in [*split[:1], *((each.cut, each.synthesis.schedule) for each in searched)]:
             candidate = _candidate(evaluator, c, cut, schedule)
             if not any(memory.too_many for memory in candidate.memories):
