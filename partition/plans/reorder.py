@@ -61,12 +61,13 @@ def reorder(plan: P, profile: Profile | None = None, *, seconds: float, evaluati
     after = simulated(better).timeline
     if after.batch_seconds >= before * (1 - WORTH):
         note = (
-            f"order: no better one than {name} was found in {duration(found.seconds)}; at most {found.gap:.1%} to gain"
+            f"order: {name} as it is; a search of {duration(found.seconds)} found none that is faster, and no order is "
+            f"more than {found.gap:.1%} faster"
         )
         return replace(plan, notes=(*plan.notes, note))
     note = (
-        f"order: synthesised, {duration(after.batch_seconds)} a batch where {name} takes {duration(before)}; "
-        f"at most {found.gap:.1%} above the best possible"
+        f"order: found by a search, {duration(after.batch_seconds)} a batch compared with {duration(before)} under "
+        f"{name}; no order is more than {found.gap:.1%} faster"
     )
     return replace(
         better,

@@ -27,6 +27,7 @@ _RUNNER_UP_ACTIONS = 30_000  # of those, for cuts that cannot become the best
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _CHOSEN_ACTIONS = 6_000  # of all simulations of one way to cut, with other treatments of its ranks
 _ORDERED_ACTIONS = 10_000  # of a batch, up to which orders are made for its costs
+_TIGHTENED = 4  # times that an order is made for less memory, as long as workspace makes it exceed the limit
 _NEAR = 1.05  # of the best, beyond which nothing is tried past the limit, nor for long batches
 
 Better = Callable[[Candidate], Iterable[Candidate]]  # those of its neighbours that take less
@@ -45,9 +46,20 @@ class CutClimb:
 
     def ordered(self, e: Candidate, *, is_free: bool = False) -> Candidate:
         """The same in an order made for its costs, if that is faster and may be the best."""
-        if e.bound >= self.best_seconds or self.is_late() or not _may_order(e.configuration):
+        if e.bound >= self.best_seconds or self.is_late() or not may_order(e.configuration):
             return e
         return min([e, *self._ordered(e, e.simulated_seconds * (1 - TIE), is_free=is_free)], key=_seconds)
+
+    def fitted(self, c: Configuration, ends: Ends) -> list[Candidate]:
+        """The best in an order that holds less than its schedule does, where that is needed, if it may be the best."""
+        limit = self.best_seconds * (1 - TIE)
+        with suppress(DoesNotFitError):
+            if _keeps_all(self.evaluator.choices(c, ends, exact=True)[0]):
+                return []
+        every = (e for e in self._with_less(c, ends) if e.bound < limit)
+        best = sorted((each for e in every for each in self._ordered(e, limit, is_free=False)), key=_seconds)[:1]
+        self.best_seconds = min([self.best_seconds, *map(_seconds, best)])
+        return best
 
     def climb(self, start: Candidate, named: Candidate) -> Candidate:
         """The best that comes of moving its cuts, or those of the same without an order for its costs: no one moved to
@@ -64,7 +76,7 @@ class CutClimb:
     def _climbed(self, start: Candidate, named: Candidate, better: Better, *, is_free: bool) -> Candidate:
         self._at, self._orders = -1, False
         best = hill_climb(named, better)
-        if _may_order(named.configuration):
+        if may_order(named.configuration):
             self._orders = True
             self.as_named += [best] * (not is_free)
             best = hill_climb(min([start, self.ordered(best, is_free=is_free)], key=_seconds), better)
@@ -121,33 +133,53 @@ class CutClimb:
                     yield self.evaluator.simulate(evaluated)
 
     def _choices(self, c: Configuration, ends: Ends, *, is_free: bool) -> Sequence[Candidate]:
-        """Ways to treat its ranks; all kept, if nothing fits, or if `is_free`."""
+        """Ways to treat its ranks, where orders are made also with less in flight; all kept, if `is_free`."""
         with suppress(DoesNotFitError):
             if not is_free:
                 found = self.evaluator.choices(c, ends, exact=True)[: num_choices(c)]
                 self._is_blocked |= any(name != "none" for each in found[0].memories for name in each.recompute)
                 return found
+        if is_free and "none" in self.evaluator.model(c).rules.recompute:
+            return [self.evaluator.given(c, ends, recompute=["none"] * c.num_stages, shards=[1] * c.num_stages)]
         self._is_blocked |= not is_free
-        every = ["none"] * c.num_stages, [1] * c.num_stages
-        is_known = "none" in self.evaluator.model(c).rules.recompute
-        return [self.evaluator.given(c, ends, recompute=every[0], shards=every[1])] if is_known else []
+        with suppress(DoesNotFitError):
+            return self._with_less(c, ends) if self._orders and not is_free else []
+        return []
+
+    def _with_less(self, c: Configuration, ends: Ends) -> list[Candidate]:
+        """Ways to treat its ranks that fit under some order; DoesNotFitError where one microbatch does not."""
+        at_once, in_turn = self.evaluator.schedules.least_in_flight(c)
+        every = self.evaluator.choices(c, ends, in_flight=in_turn)[: num_choices(c)]
+        with suppress(DoesNotFitError):
+            every += self.evaluator.choices(c, ends, in_flight=at_once)[: num_choices(c)]
+        found = {tuple((own.recompute, own.shards) for own in each.memories): each for each in every}
+        return [self._treated(c, each) for each in found.values()]
+
+    def _treated(self, c: Configuration, e: Candidate) -> Candidate:
+        """The configuration with the cuts of another and its ranks treated alike, whether that fits or not."""
+        rows = [(e.memories[p], v) for p, v in zip(c.positions, c.chunks, strict=True)]
+        recompute, shards = [each.recompute[v] for each, v in rows], [each.shards[v] for each, v in rows]
+        return self.evaluator.given(c, e.ends, recompute=recompute, shards=shards)
 
     def _ordered(self, e: Candidate, limit: float, *, is_free: bool) -> Iterator[Candidate]:
         """The same with its ranks treated alike, in an order made for its costs, where that may be below the limit."""
-        too_many = [0.0 if is_free else memory.too_many for memory in e.memories]
-        if (own := self.evaluator.ordered(e, limit, too_many)) is not None:
-            rows = [(e.memories[p], v) for p, v in zip(own.positions, own.chunks, strict=True)]
-            recompute, shards = [each.recompute[v] for each, v in rows], [each.shards[v] for each, v in rows]
-            found = self.evaluator.given(own, e.ends, recompute=recompute, shards=shards)
+        c = replace(e.configuration, own=None)
+        named = e if is_free or e.configuration.own is None else self._treated(c, e)
+        too_many = [0.0 if is_free else memory.too_many for memory in named.memories]
+        for _ in range(_TIGHTENED):
+            if (own := self.evaluator.ordered(e, limit, too_many)) is None:
+                return
+            found = self._treated(own, e)
             if is_free or _fits(found):
                 yield self.evaluator.simulate(found)
+                return
+            too_many = [more + memory.too_many for more, memory in zip(too_many, found.memories, strict=True)]
 
 
 def may_pair(e: Candidate) -> bool:
     """Whether pairs of its actions may take less: it is as its schedule has it, keeps all, and exchanges something."""
-    keeps_all = {name for memory in e.memories for name in memory.recompute} == {"none"}
     exchanges = (e.sums.forward_exchange + e.sums.backward_exchange).any()
-    return bool(e.configuration.own is None and keeps_all and exchanges)
+    return bool(e.configuration.own is None and _keeps_all(e) and exchanges)
 
 
 def hill_climb(best: Candidate, better: Better) -> Candidate:
@@ -157,7 +189,7 @@ def hill_climb(best: Candidate, better: Better) -> Candidate:
     return best
 
 
-def _may_order(c: Configuration) -> bool:
+def may_order(c: Configuration) -> bool:
     """Whether its schedule is one of the named ones with W to move, of a batch that is not too long."""
     is_plain = c.is_equal and not c.batch % c.counts[0] and not (c.lengths or c.overlaps or c.schedule == OWN)
     return c.family.splits_backward and is_plain and 2 * c.num_stages * microbatches_of(c) <= _ORDERED_ACTIONS
@@ -178,6 +210,10 @@ def with_level_ranks(evaluator: PlanEvaluator, c: Configuration, every: Sequence
 
 def num_choices(c: Configuration) -> int:
     return max(1, _CHOSEN_ACTIONS // num_actions(c))
+
+
+def _keeps_all(e: Candidate) -> bool:
+    return {name for memory in e.memories for name in memory.recompute} == {"none"}
 
 
 def _fits(e: Candidate) -> bool:

@@ -34,13 +34,16 @@ _STAY_WITH_OFFLOAD = 3.0  # microbatches of a stage that are there, while others
 ALL_CUTS = 64  # ways to cut up to which each is looked at
 
 
-def candidate_ends(evaluator: PlanEvaluator, c: Configuration, *, has_limit: bool = True) -> list[Ends]:
+def candidate_ends(
+    evaluator: PlanEvaluator, c: Configuration, *, has_limit: bool = True, in_flight: tuple[InFlightCounts, ...] = ()
+) -> list[Ends]:
     """The likely best ones first, without `has_limit` as if memory had none; none where the graph has no chain of so
     many stages.
 
     Every way where these are at most ALL_CUTS; else the least slowest stage within the memory (with counts of what runs
     again, and without), the least slowest stage without a limit (where that finds none, or where stages share their
-    rank's memory, of which one may take more than its part), and equal numbers of nodes.
+    rank's memory, of which one may take more than its part), and equal numbers of nodes. `in_flight`: in place of what
+    the schedule says.
     """
     model = evaluator.model(c)
     found: list[Ends | None] = []
@@ -49,7 +52,7 @@ def candidate_ends(evaluator: PlanEvaluator, c: Configuration, *, has_limit: boo
         if every is not None:
             return every
     place = evaluator.placement(c)
-    in_flight = evaluator.schedules.in_flight(c, exact=False, kv_share=model.profile.kv_share)
+    in_flight = in_flight or evaluator.schedules.in_flight(c, exact=False, kv_share=model.profile.kv_share)
     models = {size: evaluator.model(c, size) for size in {*c.tensors}}
     counts = "none" in model.rules.recompute and bool({*COUNTED} & {*model.rules.recompute})
     is_limited, reach = has_limit and min(place.limits) < math.inf, _REACH * (-(-len(model.coarse) // c.num_stages))

@@ -134,7 +134,7 @@ class PlanEvaluator:
         self._split_shares: dict[object, Floats] = {}
         self._least_models: dict[object, Model] = {}
         # Of the configuration at hand: cuts move, and most ranks keep theirs.
-        self._memories_of: tuple[Configuration, Sequence[InFlightCounts]] | None = None
+        self._memories_of: Configuration | None = None
         self._fronts: dict[object, tuple[RankMemory, ...]] = {}
         self._again: dict[object, float] = {}  # seconds that run again, at least
 
@@ -261,8 +261,10 @@ class PlanEvaluator:
         limit [s], queueing apart. `too_many`: [P] bytes that each rank has to save."""
         c = e.configuration
         named = self.schedules.schedule(replace(c, own=None), microbatches_of(c))
-        rows = zip(c.positions, c.chunks, strict=True)
-        held = [float(e.sums.under(e.memories[p].recompute[v]).kept[s]) for s, (p, v) in enumerate(rows)]
+        rows = zip(c.positions, c.chunks, (*c.positions[1:], c.positions[-1]), strict=True)
+        sent = e.sums.after / c.tensor * any(too_many)  # a message for each microbatch in flight
+        kept = ((e.sums.under(e.memories[p].recompute[v]).kept[s], q != p) for s, (p, v, q) in enumerate(rows))
+        held = [float(each + goes * sent[s]) for s, (each, goes) in enumerate(kept)]
         apart = replace(e, seconds=self._seconds(c, e.sums, e.memories, np.ones(c.num_stages)))
         found = order_for([named, *([] if c.own is None else [c.own])], apart.costs, e.links, held, too_many)
         if e.leaving or found is None or found[0] + e.model.profile.around_seconds >= limit:
@@ -361,14 +363,14 @@ class PlanEvaluator:
         find: Callable[[int, RankPlace], Figure],
     ) -> list[Figure]:
         """[P] what is found of each rank with its stages; for the configuration at hand it is kept in `known`."""
-        if self._memories_of != (c, in_flight):
-            self._memories_of = c, in_flight
+        if self._memories_of != c:
+            self._memories_of = c
             self._fronts.clear()
             self._again.clear()
         found = []
         for p in range(c.pipeline):
             place = self._rank_place(c, p)
-            own = (p, *((ends[s], ends[s + 1]) for s in place.stages))
+            own = (p, in_flight[p], *((ends[s], ends[s + 1]) for s in place.stages))
             if own not in known:
                 known[own] = find(p, place)
             found.append(known[own])

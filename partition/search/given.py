@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from ...schedules.families.registry import family
 from ...schedules.ir import Schedule
 from ...schedules.kinds import above_zero, one_of, option
 from ...schedules.slice_lengths import slice_seconds
-from ...schedules.transform import on_rows
+from ...schedules.transform import on_ranks, replicate
 from ..cluster import Cluster
 from ..plans.as_text import CHOSEN
 from ..plans.plan import Plan
@@ -125,7 +126,7 @@ def evaluate(
             kind's `speed` still counts.
         stages: in order, a `GivenStage` each, or the `stages` of a Plan; those on the same ranks are its chunks.
         num_microbatches: of a batch over all replicas, M.
-        schedule: a name, or that of a plan with an order of its own (`Plan.build_schedule`), a rank a stage.
+        schedule: a name, or that of a plan with an order of its own (`Plan.build_schedule`), over equal replicas.
         microbatch_size: samples of one; None: as the only profile has.
         slice_lengths: tokens of each slice, under a schedule over slices.
 
@@ -187,8 +188,8 @@ def evaluate(
 
 
 def _over_places(c: Configuration, schedule: str | Schedule, owners: Sequence[tuple[int, ...]]) -> Configuration:
-    """The configuration under a schedule, if need be of its own, a rank a place. Raises ValueError where that has other
-    microbatches, or its stages run on other ranks than these."""
+    """The configuration under a schedule, if need be of its own: that of the first of equal replicas. Raises ValueError
+    where it has other microbatches, stages on other ranks than these, or another order on another replica."""
     if isinstance(schedule, str):
         if len(owners) % c.pipeline:
             raise ValueError(f"{len(owners)} stages on {c.pipeline} places: expected as many on each")
@@ -197,15 +198,22 @@ def _over_places(c: Configuration, schedule: str | Schedule, owners: Sequence[tu
                 f"ranks of the stages under {c.schedule!r}: expected places {list(c.positions)}, one after the other"
             )
         return c
-    is_one = c.num_devices == c.pipeline and schedule.num_slices == 1 and not schedule.is_asynchronous
-    if not is_one or schedule.owners != tuple(owners) or schedule.num_microbatches != c.batch:
-        raise ValueError(
-            f"schedule={schedule!r}, of {schedule.num_microbatches} microbatches, whose stages run on "
-            f"{list(map(list, schedule.owners))}: expected {c.batch} microbatches, whole, of one batch, and the ranks "
-            f"of the stages, {list(map(list, owners))}, one each"
+    data, groups = c.counts[0], [rank // c.tensor for own in c.stage_ranks for rank in sorted(own)[:: c.tensor]]
+    with suppress(ValueError):
+        rows = [first for first, *_ in dict.fromkeys(schedule.owners)]  # of the first replica
+        own = Schedule(
+            name=schedule.name,
+            placement=tuple(schedule.placement[row] for row in rows),
+            programs=tuple(tuple(a._replace(index=a.index // data) for a in schedule.programs[row]) for row in rows),
+            num_microbatches=c.batch // data,
         )
-    own = on_rows(schedule, [rank for ranks in c.stage_ranks for rank in ranks])
-    return replace(c, own=own, num_chunks=max(map(len, own.placement)))
+        if on_ranks(replicate(own, data), groups, num_ranks=schedule.num_ranks) == schedule:
+            return replace(c, own=own, num_chunks=max(map(len, own.placement)))
+    raise ValueError(
+        f"schedule={schedule!r}, of {schedule.num_microbatches} microbatches, whose stages run on "
+        f"{list(map(list, schedule.owners))}: expected {c.batch} microbatches, whole, of one batch, and the ranks "
+        f"of the stages, {list(map(list, owners))}, in one order on all replicas, as of Plan.build_schedule()"
+    )
 
 
 def _planned(schedule: str) -> str:

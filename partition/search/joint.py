@@ -1,7 +1,7 @@
 """`plan(search="joint")`: cut, placement and order of a chain found together, to be compared with named schedules.
 
-    profile -> Layer each, links, memory -> `synthesize_jointly` -> its best few, each a configuration with a schedule
-    of its own -> memory and step as of any other configuration
+    profile -> Layer each, links, memory; plans with a split backward -> `synthesize_jointly` -> its best few, each a
+    configuration with a schedule of its own -> memory and step as of any other configuration
 
 One pipeline over all devices, with nothing recomputed. Weights that several nodes share are counted with each of them
 while it searches, and as they are in what it finds.
@@ -16,6 +16,7 @@ from itertools import permutations
 
 import numpy as np
 
+from ...schedules.families.registry import family
 from ...schedules.ir import Schedule
 from ...schedules.messages import receives_ahead
 from ...schedules.orders.problem import MemoryLimitError
@@ -29,7 +30,7 @@ from ...schedules.wording import duration
 from ..memory import GRADIENTS_SENT, context_bytes
 from ..plans.record import OWN
 from ..stage_cost import StageSums
-from .arguments import listed
+from .arguments import CHUNK_SIZES, PLANNED, listed, schedules_with_chunks
 from .evaluate import Candidate, Ends, PlanEvaluator
 from .model import Model
 from .result import label
@@ -75,7 +76,8 @@ def with_joint(
     """The best that joint searches of so many CPU seconds together find, and what was found before, the best first.
 
     There is one for each of the microbatch sizes that promise most, up to MAX_SIZES: with the least work of a batch,
-    and of a third of a microbatch more per device, which passes before all of them are busy.
+    and of a third of a microbatch more per device, which passes before all of them are busy. Each starts from the best
+    schedule that splits the backward, which is found before its seconds count, and is as fast.
     """
     evaluator, least = search.evaluator, min((each.simulated_seconds for each in found), default=math.inf)
 
@@ -102,12 +104,23 @@ def with_joint(
             microbatch_size=size,
             num_microbatches=space.global_batch // size,
         )
-        for each in _searched(evaluator, c, [*_starts(evaluator, c, found)], seconds / len(sizes), report):
-            candidate = _candidate(evaluator, c, each)
+        split = [*_starts(evaluator, c, _split(search, space, size))]
+        starts = [*split, *_starts(evaluator, c, found)]
+        searched = _searched(evaluator, c, starts, seconds / len(sizes), report)
+        for cut, schedule in [*split[:1], *((each.cut, each.synthesis.schedule) for each in searched)]:
+            candidate = _candidate(evaluator, c, cut, schedule)
             if not any(memory.too_many for memory in candidate.memories):
                 joint.append(evaluator.simulate(candidate))
     best = sorted(joint, key=lambda each: each.simulated_seconds)[:1]
     return sorted([*best, *found], key=lambda each: each.simulated_seconds)
+
+
+def _split(search: PlanSearch, space: SearchSpace, size: int) -> list[Candidate]:
+    """One pipeline over all devices under each schedule that splits the backward, the best first."""
+    splits = [name for name in PLANNED if family(name).splits_backward and family(name).weight_copies == 1]
+    sizes = {"microbatch_sizes": (size,), "pipeline_sizes": (space.num_devices,), "data_sizes": (1,)}
+    own = replace(space, schedules=schedules_with_chunks(splits, CHUNK_SIZES), tensor_sizes=(1,), **sizes)  # type: ignore[arg-type]
+    return PlanSearch(search.evaluator, wanted=1, max_simulated=search.max_simulated).run(own.configurations(), [])
 
 
 def _starts(evaluator: PlanEvaluator, c: Configuration, found: Sequence[Candidate]) -> Iterator[tuple[Ends, Schedule]]:
@@ -188,13 +201,13 @@ def _passing_bytes(sums: StageSums, num_microbatches: int) -> float:
     return float((sums.workspace + sums.before + sums.after).max()) + largest * (2 * ahead + GRADIENTS_SENT)
 
 
-def _candidate(evaluator: PlanEvaluator, c: Configuration, found: Arrangement) -> Candidate:
+def _candidate(evaluator: PlanEvaluator, c: Configuration, cut: Ends, schedule: Schedule) -> Candidate:
     """With the schedule that was found. Its places are its ranks, in the order of their first stages."""
-    ranks = list(dict.fromkeys(found.placement.rank_of))
-    own = on_ranks(found.synthesis.schedule, [ranks.index(r) for r in range(c.pipeline)], num_ranks=c.pipeline)
+    ranks = [rank for (rank,) in dict.fromkeys(schedule.owners)]
+    own = on_ranks(schedule, [ranks.index(r) for r in range(c.pipeline)], num_ranks=c.pipeline)
     num_chunks, S = max(map(len, own.placement)), own.num_stages
     whole = replace(c, num_chunks=num_chunks, ranks=tuple((rank,) for rank in ranks), own=own)
-    return evaluator.given(whole, found.cut, recompute=["none"] * S, shards=[1] * S)
+    return evaluator.given(whole, cut, recompute=["none"] * S, shards=[1] * S)
 
 
 def verdict(found: Sequence[Candidate]) -> str:

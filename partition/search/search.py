@@ -19,14 +19,14 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace, merge
-from itertools import count
+from itertools import chain, count
 from operator import itemgetter
 
 from ...schedules.ir import ScheduleError
 from ..plans.record import Searched
 from .any_cuts import least_of_any_cuts, unknowns_of_any_cuts
 from .bounds import LeastSeconds
-from .climb import TIE, Better, CutClimb, hill_climb, may_pair, num_choices, with_level_ranks
+from .climb import TIE, Better, CutClimb, hill_climb, may_order, may_pair, num_choices, with_level_ranks
 from .cuts import candidate_ends
 from .evaluate import Candidate, DoesNotFitError, Ends, PlanEvaluator
 from .layouts import Layout, UnevenLayouts
@@ -39,6 +39,7 @@ _MISSES = 400  # configurations that are looked at for the nearest miss alone
 _NEAREST_PER_FARTHEST = 12  # steps of the entry with the least bound to one of the farthest, where seconds are counted
 _MOVES = 40  # from one of them, simulated
 _STARTS = 3  # numbers of stages from whose best they are moved
+_FITTED_ACTIONS = 300_000  # of all cuts that fit in an order for their costs alone, once anything fits
 _PROGRAMS = 120_000  # unknown starts of all programs that bound any cuts
 
 
@@ -74,6 +75,7 @@ class PlanSearch:
         self.evaluator = evaluator
         self.wanted, self.max_simulated, self.progress = wanted, max_simulated, progress
         self._counts = Counter[str]()
+        self._may_order: list[Configuration] = []  # that were cut
         self.bounds = LeastSeconds(evaluator.topology, norm=evaluator.norm)
         self.miss: tuple[Configuration, DoesNotFitError] | None = None  # what came nearest to fitting
         self._hopeless: list[tuple[float, Configuration]] = []  # bytes a rank that they have too many at least
@@ -120,6 +122,7 @@ class PlanSearch:
         while own and own[0][0] < _seconds_of_best(found):
             self._take_step(heappop(own))
         self._least_left = min([self._least_left, *(entry[0] for entry in own)])
+        found += self._fitted(found)
         if not found:
             self._find_miss()
         found = self._with_moved_cuts(found)
@@ -260,6 +263,7 @@ class PlanSearch:
         if not every:
             self._counts["unfit"] += 1
             return
+        self._may_order += [c] * may_order(c)
         least = with_level_ranks(self.evaluator, c, every)
         yield min(least.values())
         yield from self._steps_of_cuts(c, sorted(least, key=lambda ends: (least[ends], ends)), found)
@@ -298,6 +302,33 @@ class PlanSearch:
         except SizesError as error:
             self._note_refusal(error, self._least_seconds_of(c))
             return []
+
+    def _fitted(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """Configurations with cuts that fit in an order for their costs alone, the best of each, if they may win."""
+        if not math.isfinite(min(self.evaluator.topology.memory_bytes)):
+            return []
+        climb, least = CutClimb(self.evaluator, _seconds_of_best(found), partial(self._is_late, found)), []
+        for c in dict.fromkeys(self._may_order):
+            with suppress(SizesError):  # which a look at its cuts reported
+                counted = self.evaluator.schedules.least_in_flight(c)
+                every = (candidate_ends(self.evaluator, c, in_flight=in_flight) for in_flight in (*counted, ()))
+                bounds = with_level_ranks(self.evaluator, c, [*dict.fromkeys(chain.from_iterable(every))])
+                least += [(bound, c.key, ends, c) for ends, bound in bounds.items() if bound < climb.best_seconds]
+        made, left = dict[Configuration, Candidate](), _FITTED_ACTIONS
+        for bound, _, ends, c in sorted(least, key=itemgetter(slice(3))):
+            left -= num_actions(c)
+            if bound >= climb.best_seconds:
+                break
+            if climb.is_late() or (left < 0 and climb.best_seconds < math.inf):
+                self._least_left = min(self._least_left, bound)
+                break
+            try:
+                made |= ((c, each) for each in climb.fitted(c, ends))
+            except DoesNotFitError as error:
+                self._note_miss(c, error)
+        num_new = len({*made} - {each.configuration for each in found})
+        self._counts.update(simulated=num_new, unfit=-num_new)
+        return [*made.values()]
 
     def _find_miss(self) -> None:
         """Look at the hopeless ones for what they lack in truth, in order of what they lack on average."""

@@ -27,11 +27,11 @@ from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
-from ...schedules.families.automatic import reordered
+from ...schedules.families.automatic import lists, reordered
 from ...schedules.families.registry import build
 from ...schedules.ir import Action, Op, Schedule
 from ...schedules.orders.evaluate import OrderEvaluator
-from ...schedules.orders.problem import with_rounding
+from ...schedules.orders.problem import fits, with_rounding
 from ...schedules.program import run_as_one
 from ...schedules.search.request import Request
 from ...schedules.search.search import fuse
@@ -63,6 +63,7 @@ class BuiltSchedules:
 
     def __init__(self) -> None:
         self._known_in_flight: dict[object, tuple[InFlightCounts, ...]] = {}
+        self._known_least: dict[object, list[tuple[InFlightCounts, ...]]] = {}
         self._schedules: dict[object, Schedule] = {}
 
     def in_flight(self, c: Configuration, *, exact: bool, kv_share: float = 0.0) -> tuple[InFlightCounts, ...]:
@@ -96,6 +97,19 @@ class BuiltSchedules:
                 ranks = count_in_flight(self.schedule(c, m))
             self._known_in_flight[key] = by_place(c, ranks)
         return self._known_in_flight[key]
+
+    def least_in_flight(self, c: Configuration) -> list[tuple[InFlightCounts, ...]]:
+        """[P] counts of orders that hold less: its F and I with each W at once, and one microbatch at a time (two of
+        them: the second finds gradients)."""
+        key = (c.schedule, c.num_chunks, c.pipeline, m := microbatches_of(c))
+        if key not in self._known_least:
+            named = self.schedule(replace(c, own=None), m)
+            orders = map(_forwards_and_input_grads, named.programs)
+            at_once = [[each for a in own for each in (a, a._replace(op=Op.W))[: 1 + (a.op is Op.I)]] for own in orders]
+            in_turn = [[each for k in (0, 1) for each in program if each.index == k] for program in at_once]
+            made = (replace(named, programs=tuple(map(tuple, each))) for each in (at_once, in_turn))
+            self._known_least[key] = [*map(count_in_flight, made)]
+        return self._known_least[key]
 
     def schedule(self, c: Configuration, num_microbatches: int, *, is_of_all: bool = False) -> Schedule:
         """Schedule of one of equal replicas, or `is_of_all`; else of all; its own where it has one. SizesError where it
@@ -180,8 +194,9 @@ def order_for(
     starts: Sequence[Schedule], costs: Costs, links: Links, held: Sequence[float], too_many: Sequence[float]
 ) -> tuple[float, Schedule] | None:
     """The order that takes least for costs, and its seconds, queueing apart [s]: of the starts, and of their F and I
-    with W anew and forwards in idle time (`reordered`), also with B in place of I and W. No rank holds more than under
-    the first start, less what was too many; None if that is not to be had, or no W takes time.
+    with W anew and forwards in idle time (`reordered`), also with B in place of I and W; list schedules where all of
+    these hold too much. No rank holds more than under the first start, less what was too many; None if one microbatch
+    does, or no W takes time.
 
     Arguments:
         held: [S] bytes of a microbatch from F to W.
@@ -200,10 +215,14 @@ def order_for(
     except ValueError:
         return None
     given = [*map(evaluator.orders, starts)]
-    limits = zip(evaluator.peaks(given[0]), too_many, strict=True)
-    evaluator.limits = tuple(with_rounding(peak - more) for peak, more in limits)
+    limits = [peak - more for peak, more in zip(evaluator.peaks(given[0]), too_many, strict=True)]
+    evaluator.limits = tuple(map(with_rounding, limits))
     made = (reordered(evaluator, map(_forwards_and_input_grads, each.programs)) for each in starts)
     split = [*filter(evaluator.fits, given), *chain.from_iterable(made)]
+    if not split and all(map(fits, evaluator.problem.smallest_memory, limits)):
+        lister = OrderEvaluator(replace(evaluator.problem, memory_limit=tuple(limits)))
+        S, M = first.num_stages, first.num_microbatches
+        split = [each for ahead in ([M] * S, range(S, 0, -1)) for each in lists(lister, ahead)]
     every = [*split, *(fuse(evaluator, orders) for orders in split)]
     values = (evaluator.value(fuse(evaluator, orders, only_local=True)) for orders in every)
     value, at = min(((value, at) for at, value in enumerate(values)), default=(0.0, -1))

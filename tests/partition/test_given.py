@@ -50,8 +50,7 @@ def test_a_plan_that_is_given_costs_what_the_planner_said(
 ) -> None:
     """Unequal replicas, divided optimizers and recomputed stages among them; so do the runners-up.
 
-    So does the file of each, of whose equal replicas the planner simulated one, and `simulated` all. An order over
-    several replicas is in the file alone: `evaluate` takes an order with a rank for each stage.
+    So does the file of each, of whose equal replicas the planner simulated one, and `simulated` all.
     """
     others: list[Plan] = []
     options: dict[str, Any] = {"global_batch": batch, "schedules": ("1f1b", schedule), "chunk_sizes": (2,)}
@@ -62,8 +61,6 @@ def test_a_plan_that_is_given_costs_what_the_planner_said(
     for each in (best, *others):
         whole = simulated(Plan.from_json(each.to_json())).timeline
         assert whole.batch_seconds == pytest.approx(each.simulated_step_time, rel=1e-9)
-        if each.order and each.replicas[0] > 1:
-            continue
         same = again(profile, cluster, each)
         assert same.simulated_step_time == pytest.approx(each.simulated_step_time, rel=1e-9)
         assert same.memory_bytes == pytest.approx(each.memory_bytes)

@@ -219,8 +219,9 @@ def test_a_limit_is_kept() -> None:
         found = jointly(memory_limit=part * most)
         assert max(found.memory_bytes.values()) <= part * most
         assert any(note.startswith("joint search: ") for note in found.notes)
-        named = plan(hybrid(), CLUSTER, **ALONE, memory_limit=part * most)
-        assert (found.simulated_step_time or 0.0) <= (named.simulated_step_time or 0.0)
+        for schedules in (("1f1b", "interleaved"), ("zb-v", "interleaved-zb")):
+            named = plan(hybrid(), CLUSTER, **ALONE | {"schedules": schedules}, memory_limit=part * most)
+            assert (found.simulated_step_time or 0.0) <= (named.simulated_step_time or 0.0)
     with pytest.raises(ValueError, match="nothing fits the memory"):
         jointly(memory_limit=0.1 * most)
 
@@ -231,6 +232,11 @@ def test_where_no_named_schedule_fits_a_found_one_may() -> None:
     options: dict[str, Any] = {"global_batch": 4, "memory_limit": 150.0, "schedules": ("1f1b",), "seconds": 0.2}
     with pytest.raises(ValueError, match="nothing fits the memory"):
         jointly(Profile(nodes=nodes), Cluster.from_levels([(2, 1e9)]), search="named", **options, pipeline_sizes=(2,))
+    split: dict[str, Any] = options | {"search": "named", "schedules": ("zb-h1",), "pipeline_sizes": (2,)}
+    ordered = jointly(Profile(nodes=nodes), Cluster.from_levels([(2, 1e9)]), **split)
+    assert (ordered.schedule, max(ordered.memory_bytes.values()), bool(ordered.order)) == ("zb-h1", 100.0, True)
+    with pytest.raises(ValueError, match=r"nothing fits the memory: .* needs 100 bytes of 99, 1 too many"):
+        jointly(Profile(nodes=nodes), Cluster.from_levels([(2, 1e9)]), **split | {"memory_limit": 99.0})
     found = jointly(Profile(nodes=nodes), Cluster.from_levels([(2, 1e9)]), **options, pipeline_sizes=(2,))
     assert (found.schedule, max(found.memory_bytes.values())) == ("auto", 100.0)
     assert any(note.endswith("no named schedule fits the memory") for note in found.notes)
@@ -241,6 +247,16 @@ def test_a_given_schedule_is_that_of_its_stages() -> None:
     given = evaluate(hybrid(), CLUSTER, stages, num_microbatches=2, schedule=schedule)
     named = evaluate(hybrid(), CLUSTER, stages, num_microbatches=2)
     assert given.simulated_step_time == named.simulated_step_time
+    halves = [GivenStage([f"n{i}" for i in range(5)], [0, 2]), GivenStage([f"n{i}" for i in range(5, 9)], [1, 3])]
+    cluster, sizes = Cluster.parse("4:net=1GB/s"), {"num_microbatches": 6}
+    named = evaluate(hybrid(), cluster, halves, schedule="zb-h1", **sizes)
+    order = named.build_schedule()
+    given = evaluate(hybrid(), cluster, halves, schedule=order, **sizes)
+    assert (given.simulated_step_time, given.memory) == (named.simulated_step_time, named.memory)
+    assert given.build_schedule().programs == order.programs
+    other = replace(order, programs=(*order.programs[:3], order.programs[3][::-1]))
+    with pytest.raises(ValueError, match=r"^schedule=.* in one order on all replicas"):
+        evaluate(hybrid(), cluster, halves, schedule=other, **sizes)
     for wrong, M in ((schedule, 3), (build("1f1b", num_ranks=2, num_microbatches=2), 2), ("auto", 2)):
         with pytest.raises(ValueError, match=r"^schedule"):
             evaluate(hybrid(), CLUSTER, stages, num_microbatches=M, schedule=wrong)
