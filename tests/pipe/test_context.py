@@ -106,6 +106,27 @@ def test_members_multiply_as_much_in_paired_blocks_and_not_in_single_ones(count:
     assert single == [15 * 15 * (index + 1) for index in range(count)]
 
 
+@pytest.mark.parametrize(("window", "kind"), [(None, torch.float64), (5, torch.float32), (None, torch.bfloat16)])
+def test_attention_on_the_cpu_keeps_no_mask_but_a_row(window: int | None, kind: torch.dtype) -> None:
+    """A mask of queries x keys was kept until the backward by each layer, in autocast's type as well."""
+    query, key, value = torch.randn(3, 1, 2, 64, 8).unbind()
+    autocasts, bytes_of = kind is torch.bfloat16, dict[int, int]()
+    query, key, value = (x.to(torch.float32 if autocasts else kind).requires_grad_() for x in (query, key, value))
+
+    def keep(x: Tensor) -> Tensor:
+        if x.shape[-2:] == (16, 64):
+            bytes_of[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", kind, enabled=autocasts):
+        found = Seen(is_causal=True, window=window).attention(query[..., 48:, :], key, value, [(48, 64)])
+    assert [*bytes_of.values()] == [kind.itemsize * (16 + 64 - 1)]
+    seen = torch.ones(64, 64, dtype=torch.bool).tril().triu(-63 if window is None else 1 - window)
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)[..., 48:, :]
+    assert torch.allclose(found.to(kind), expected.to(kind), atol=0.02 if autocasts else 1e-5)
+    assert torch.isfinite(torch.autograd.grad(found.sum(), key)[0]).all()
+
+
 def test_attend_on_whole_sequences_is_torchs_attention() -> None:
     query, key, value = torch.randn(3, 2, 2, 6, 4).unbind()
     assert torch.equal(attend(query, key, value), F.scaled_dot_product_attention(query, key, value, is_causal=True))
