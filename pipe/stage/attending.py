@@ -78,8 +78,8 @@ class Seen:
         return None if is_known and not begins.any() else F.pad(begins.cumsum(-1), (1, 0))
 
     def _banded(self, own: range, stop: int, like: Tensor) -> Tensor:
-        """[queries from the last to the first, keys up to `stop`] which is added to scores, without a token's documents
-        or a mask of keys. The distance of the two follows from the sum of both indices, so all rows are views of one."""
+        """[queries from the last to the first, keys up to `stop`] that is added to scores: causality, and the window.
+        The distance of the two follows from the sum of both indices, so all rows are views of one."""
         before = own.stop - 1 - torch.arange(len(own) + stop - 1, device=like.device)  # the query, by so many tokens
         hidden = (before < 0) & self.is_causal
         if self.window is not None:

@@ -302,9 +302,9 @@ def test_no_split_that_is_given_fits() -> None:
 @pytest.mark.parametrize(
     ("split", "wrong", "text"),
     [
-        ((2, 1), {"context": 4}, "a plan with context=4, .* replicas, tensor=2 and .*: expected tensor=4 with experts"),
+        ((2, 1), {"context": 4}, "a plan with context=4, .* replicas, tensor=2 and .*: expected a multiple of 4"),
         ((1, 2), {"expert": 8}, "a plan with expert=8, .* replicas, tensor=1 and .* is a multiple of 8"),
-        ((2, 2), {"context": 1}, "a plan with expert=2, .2,. replicas, tensor=2 and .*: expected tensor=1 with"),
+        ((2, 2), {"context": 4}, "a plan with context=4 and expert=2, .2,. replicas, tensor=2 and .*: expected a mult"),
     ],
 )
 def test_the_runtime_divides_as_planned(split: tuple[int, int], wrong: dict[str, int], text: str) -> None:

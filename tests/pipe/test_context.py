@@ -78,18 +78,10 @@ def test_attention_of_parts_is_that_of_the_whole_under_every_mask(data: st.DataO
     assert torch.allclose(found * sees, expected * sees, atol=1e-12)
 
 
-def test_attention_of_later_tokens_within_a_dispatch_mode() -> None:
-    """A traced step counts its memory in one; torch's causal_lower_right cannot be made there."""
-    query, key, value = torch.randn(3, 1, 2, 6, 4).unbind()
-    with FlopCounterMode(display=False):
-        found = Seen(is_causal=True).attention(query[..., 4:, :], key, value, [(4, 6)])
-    whole = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    assert torch.allclose(found, whole[..., 4:, :], atol=1e-6)
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_members_multiply_as_much_in_paired_blocks_and_not_in_single_ones(count: int) -> None:
-    """Pairs of query and key that attention computes, by torch's count of its products: the figures of the page."""
+    """Pairs of query and key that attention computes, by torch's count of its products: the figures of the page. In the
+    count's mode, as in that of a traced step, torch's causal_lower_right cannot be made."""
 
     def pairs(total: int) -> list[int]:
         query, key, value = torch.empty(3, 1, 1, total, 8, device="meta").unbind()
