@@ -262,10 +262,11 @@ def moe(seed: int) -> tuple[TransformerSource, int]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", [3, 4, 5, 15, 39])
+@pytest.mark.parametrize("seed", [3, 4, 5, 15])
 def test_none_of_all_splits_is_faster(seed: int) -> None:
     """Every context, expert, P, D, T, microbatch and cut, by brute force. The fastest one of each seed has another
-    split: experts, experts over more replicas, both with stages, the same with other sizes, both with tensor ranks."""
+    split: experts, experts over more replicas, both with stages, the same with other sizes. None has tensor
+    ranks, which do not divide an expert that replicas divide."""
     source, batch = moe(seed)
     names = [node.name for node in source.profile(microbatch_size=1).nodes]
     least = float("inf")

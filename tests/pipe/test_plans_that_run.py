@@ -13,6 +13,7 @@ from support import experts, sliced
 from support.alone import near, train_alone, train_piped
 from support.inside import layout_of_plan
 from support.inside import simulated_simulated as simulated
+from support.parts import Parts
 from support.plain import batch as numbers
 from support.pool import Pool
 from support.small import sgd
@@ -279,11 +280,14 @@ def _over_experts(schedule: str, rows: list[list[int]], overlaps: bool = False, 
     return difference
 
 
+class _Dense(Parts, up=lambda: nn.Linear(experts.WIDTH, 8), down=lambda: nn.Linear(8, experts.WIDTH)):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
 def _dense_among() -> nn.Module:
-    """A tensor group divides the second and the fourth layer; each of its members holds its experts whole."""
-    width = experts.WIDTH
-    dense = [nn.Sequential(nn.Linear(width, 8), nn.GELU(), nn.Linear(8, width)) for _ in range(2)]
-    return experts.model(experts.Listed(), dense[0], experts.Stacked(), dense[1])
+    """A tensor group divides the dense layers; each of its members holds its experts whole."""
+    return experts.model(experts.Listed(), _Dense(), experts.Stacked(), _Dense())
 
 
 def _over_tensors(schedule: str, rows: list[list[int]], nodes: list[str], context: int = 1, **of: Any) -> float:
