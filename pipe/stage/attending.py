@@ -59,8 +59,8 @@ class Seen:
             qkv = own, key[..., :stop, :], value[..., :stop, :]
             is_band = (self.is_causal and start > 0) or self.window is not None
             if is_band and query.device.type == "cpu" and self.keys is None and documents is None:
-                mask = self._banded(range(start, end), stop, own)
-                found.append(attention(own.flip(-2), *qkv[1:], attn_mask=mask, **options).flip(-2))
+                band = self._banded(range(start, end), stop, own)
+                found.append(attention(own.flip(-2), *qkv[1:], attn_mask=band, **options).flip(-2))
                 continue
             mask = self._mask(range(start, end), stop, documents, device=query.device)
             if mask is None and self.is_causal and start:
