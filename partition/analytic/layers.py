@@ -209,16 +209,8 @@ class LayerFormulas:
         forward = [(each, out / cut) for (each, out), cut in zip(whole, cuts, strict=True)]
         inward[1::2] = [(each, out / own) for (each, out), own in zip(inward[1::2], parts, strict=True)]  # beside sums
         sums = 2.0 if m == t else 1.0 + (model.split == "sequence") / 2
-        every_score = self.tokens * model.heads * model.length / t
-        scores, chooser = model.score_flops(self.tokens) / t, []
-        inner = 2 * scores + (scores / 2 if model.attention == "flash" else 0.0)
-        if model.attention == "flash" and self.runtime.attention is not None:
-            efficiency = self.device.efficiency(every_score)
-            scores, inner = (
-                flops / 2 * efficiency / part
-                for flops, part in zip((scores, inner), self.runtime.attention, strict=True)
-            )
-        moved, ordered = (20, 24) if llama else (22, 34), 0.0
+        every_score, (scores, inner) = self.tokens * model.heads * model.length / t, self._score_flops()
+        moved, ordered, chooser = (20, 24) if llama else (22, 34), 0.0, []
         if model.experts > 1:
             chooser = [(2.0 * self.tokens * model.hidden * model.experts, float(self.tokens * model.experts))]
             ordered = self.routed
@@ -255,6 +247,18 @@ class LayerFormulas:
         experts = model.experts // self.expert * model.expert_parameters(m)
         expert_bytes = VALUE_BYTES * experts if self.expert > 1 else 0.0
         return self._exchanging(replace(node, buffer_bytes=casts, expert_bytes=expert_bytes))
+
+    def _score_flops(self) -> tuple[float, float]:
+        """Of F and I, as many as take their time at the device's efficiency."""
+        model = self.model
+        scores = model.score_flops(self.tokens) / self.tensor
+        if model.attention != "flash":
+            return scores, 2 * scores
+        if self.runtime.attention is None:
+            return scores, 2.5 * scores
+        efficiency = self.device.efficiency(self.tokens * model.heads * model.length / self.tensor)
+        forward, backward = self.runtime.attention
+        return scores / 2 * efficiency / forward, 2.5 * scores / 2 * efficiency / backward
 
     def _exchanging(self, node: Node) -> Node:
         """The node with the seconds in which members exchange keys and values, and rows for experts."""
