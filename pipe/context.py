@@ -205,7 +205,7 @@ def _on_mesh(plan: Plan, schedule: Schedule, world: World) -> tuple[Schedule, Pr
     size, width = plan.num_devices, plan.tensor
     is_even = {(stage.replicas, stage.tensor) for stage in plan.stages} == {(replicas, width)}
     is_even = is_even and size == replicas * width * len(plan.firsts) and not M % replicas and not width % count
-    is_even = is_even and not (experts > 1 and width > count) and not replicas % experts
+    is_even = is_even and not replicas % experts
     axes = {"pipe": len(plan.firsts), "data": replicas // experts, "tensor": width // count, **groups}
     blocks = {tuple(range(first, first + replicas)) for first in range(0, size // width, replicas)}
     parts = [*range(0, count * experts, experts)]
@@ -219,9 +219,9 @@ def _on_mesh(plan: Plan, schedule: Schedule, world: World) -> tuple[Schedule, Pr
             return on_ranks(replicate(found, count), places, num_ranks=len(places)), mesh
     said = " and ".join(f"{axis}={number}" for axis, number in groups.items())
     raise ValueError(
-        f"a plan with {said}, {plan.replicas} replicas, tensor={width} and {M} microbatches: expected tensor={count} "
-        f"with experts and a multiple of context without, and as many replicas of each stage, in a row or pipeline by "
-        f"pipeline, whose number is a multiple of {experts} and divides the microbatches (plan(runnable=True))"
+        f"a plan with {said}, {plan.replicas} replicas, tensor={width} and {M} microbatches: expected a "
+        f"multiple of {count} for tensor, and as many replicas of each stage, in a row or pipeline by pipeline, whose "
+        f"number is a multiple of {experts} and divides the microbatches (plan(runnable=True))"
     )
 
 

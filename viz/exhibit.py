@@ -46,6 +46,7 @@ class Exhibit:
         memory_limit: [P] of each rank's device [bytes]; None if not known.
         predicted_peak, measured_peak: [P] bytes of tensors that a plan predicted and that a run had at its peak; None
             without one.
+        context: parts in which each microbatch runs, each of them one of the schedule's.
         notes: what could not be read or is missing, a sentence each.
     """
 
@@ -59,6 +60,7 @@ class Exhibit:
     memory_limit: tuple[float, ...] | None = None
     predicted_peak: tuple[float, ...] | None = None
     measured_peak: tuple[float, ...] | None = None
+    context: int = 1
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -131,6 +131,7 @@ class TimelinePanel:
     reference: TimelinePanel | None = None  # the panel with which it is compared, if any
     is_own: bool = False  # whether the reference is its own simulation, whose end is marked
     sampled: StepSamples | None = None  # of a simulation: steps with varying durations; `timeline` has their medians
+    context: int = 1  # see Exhibit
 
     @property
     def length(self) -> float:
@@ -157,9 +158,10 @@ class TimelinePanel:
         several = schedule.num_batches > 1 and not schedule.is_asynchronous
         slices = f", {schedule.num_slices} slices each" if schedule.num_slices > 1 else ""
         batches = f", {schedule.num_batches} batches" if several else ""
+        parts = f", {self.context} parts each" if self.context > 1 else ""
         return (
             f"{schedule.name}:  P={schedule.num_ranks}  V={num_chunks(self.timeline)}  "
-            f"M={schedule.num_microbatches}{slices}{batches}"
+            f"M={schedule.num_microbatches // self.context}{parts}{slices}{batches}"
         )
 
     def title(self, unit_name: str, unit: float) -> str:
@@ -231,8 +233,8 @@ def panels_of(exhibits: Sequence[Exhibit], *, memory: bool = False) -> list[Pane
         for caption, timeline in exhibit.timelines:
             name = caption if len(exhibits) == 1 else f"{exhibit.name}, {caption}"
             panel = TimelinePanel(caption=name, timeline=timeline, reference=own or first, is_own=own is not None)
-            if timeline is exhibit.simulated:
-                panel = replace(panel, sampled=exhibit.sampled)
+            sampled = exhibit.sampled if timeline is exhibit.simulated else None
+            panel = replace(panel, sampled=sampled, context=exhibit.context)
             panels.append(panel)
             if memory and exhibit.memory:
                 panels.append(MemoryPanel(caption=name, exhibit=exhibit, timeline=timeline))

@@ -22,7 +22,7 @@ from ...pipe import PipelineModule
 from ...pipe.checkpoint.checkpointer import Checkpointer
 from ...schedules.wording import count, duration
 from .options import PLAN, TrainOptions
-from .pipeline import gather
+from .pipeline import gather, own_microbatches
 from .run_folder import Metrics, Resume, RunFolder, write_whole
 from .task import Batches
 
@@ -61,7 +61,7 @@ class RunLayout:
             num_ranks=schedule.num_ranks,
             schedule=schedule.name,
             num_stages=schedule.num_stages,
-            num_microbatches=schedule.num_microbatches,
+            num_microbatches=own_microbatches(pipe, options),
             weight_rule=schedule.weight_rule,
             planned_step_seconds=None if pipe.plan is None else pipe.plan.simulated_step_time,
             flush_first=options.flush_first or 0,

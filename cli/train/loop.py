@@ -249,13 +249,13 @@ class _Training:
 
     def _title(self) -> str:
         schedule, options, task = self.pipe.schedule, self.options, self.task
-        samples = self.first.num_samples
+        samples, parts = self.first.num_samples, own_microbatches(self.pipe, options)
         what = count(samples, "sample") if task.sample_bytes is None else f"{samples} x {task.sample_bytes} bytes"
         loss = "" if options.model is None else f"; loss: {task.loss_name(self.first)}"
         first = f" (the first {options.flush_first} with a flush)" if options.flush_first else ""
         return (
             f"{count(self.num_parameters, 'parameter')} in {count(schedule.num_stages, 'stage')} on "
-            f"{count(schedule.num_ranks, 'rank')}, {schedule.name}, {count(schedule.num_microbatches, 'microbatch')}; "
+            f"{count(schedule.num_ranks, 'rank')}, {schedule.name}, {count(parts, 'microbatch')}; "
             f"{count(options.steps, 'step')}{first} of {what} of {task.source}{loss}"
         )
 
@@ -280,7 +280,7 @@ class _Training:
             schedule=schedule.name,
             num_ranks=schedule.num_ranks,
             num_stages=schedule.num_stages,
-            num_microbatches=schedule.num_microbatches,
+            num_microbatches=own_microbatches(self.pipe, self.options),
             parameters=self.num_parameters,
             steps=self.options.steps,
             flush_first=flush_first,
@@ -312,7 +312,13 @@ class _Training:
         folder.write_summary(summary)
         newest = MeasuredStep(self.options.steps - 1, record.measured)
         picture, trace = draw(
-            Exhibit(name=str(self.options.name), simulated=record.simulated, measured=(newest,), sampled=sampled),
+            Exhibit(
+                name=str(self.options.name),
+                simulated=record.simulated,
+                measured=(newest,),
+                sampled=sampled,
+                context=schedule.num_microbatches // summary.num_microbatches,
+            ),
             folder.path,
         )
         if self.options.json:

@@ -53,6 +53,7 @@ def read_run(*folders: Path) -> Exhibit:
         memory_limit=None if file is None else file.memory_limit,
         predicted_peak=None if file is None else file.predicted_peak,
         measured_peak=_measured_peak(summary, measured),
+        context=1 if file is None else _parts(summary, file.schedule.num_microbatches),
         notes=tuple(notes),
     )
 
@@ -109,6 +110,12 @@ def _measured_peak(summary: dict[str, Any], measured: Sequence[MeasuredStep]) ->
     if not isinstance(found, list) or not measured or len(found) != len(measured[-1].timeline.ranks):
         return None
     return tuple(map(float, found)) if all(isinstance(each, int | float) for each in found) else None
+
+
+def _parts(summary: dict[str, Any], count: int) -> int:
+    """Parts in which each of the run's microbatches is one of `count`; 1 where they are not known."""
+    found = summary.get("num_microbatches")
+    return count // found if isinstance(found, int) and found > 0 and count % found == 0 else 1
 
 
 def _told(folders: Sequence[Path]) -> str:

@@ -32,7 +32,8 @@ terms in a s are gone, and the backward multiplies Q K^T again (Dao et al. 2022)
                       largest, then read and written by rows, and by columns (NVIDIA 2025, arXiv 2509.25149)
     context c         n / c tokens on a device; K and V are gathered, and all of them kept; their gradients are summed:
                       half a sum of 4 n g/a h / t bytes over c devices (two halves)
-    expert e          all-to-all of 2 n k h bytes over e replicas, which hold E/e experts each, twice (twice)
+    expert e          all-to-all of 2 n k h bytes over e replicas, which hold E/e experts each, twice (twice); tensor
+                      ranks then hold these whole, and compute the same rows: without a sum (with sequence, half a one)
 
 The update is memory traffic, too
 (`Transformer.update_bytes`); a tied embedding's gradient is summed over the first and the last stage. Nothing
@@ -165,9 +166,12 @@ class LayerFormulas:
         kv_bytes = 2 * VALUE_BYTES * self.wide * self.context * model.kv_part / tensor
         gathers = summing.rings_of_groups(self.context, stride=tensor)
         self.kv_seconds = max(each.seconds(kv_bytes) for each in gathers) / 2 if self.context > 1 else 0.0
+        # Tensor ranks that divide an expert, and its rows on each of them.
+        self.dividing, rows = (tensor, self.whole) if self.expert == 1 else (1, self.wide)
+        self.routed = rows * model.top_k
         ways = [summing.all_to_all(each) for each in summing.groups(self.expert, stride=tensor * self.context)]
-        routed = VALUE_BYTES * self.whole * model.top_k
-        self.routed_seconds = max(each.seconds(routed) for each in ways) if self.expert > 1 else 0.0
+        routed_bytes = VALUE_BYTES * self.routed
+        self.routed_seconds = max(each.seconds(routed_bytes) for each in ways) if self.expert > 1 else 0.0
         self.topology = Topology(device.reached(cluster))
 
     @property
@@ -190,32 +194,27 @@ class LayerFormulas:
         return tuple(found)
 
     def _layer(self) -> Node:
-        model, t = self.model, self.tensor
-        routed, mlp = self.wide * model.top_k, self.tokens * model.top_k * model.mlp_width / self.tensor
+        model, t, m = self.model, self.tensor, self.dividing
+        routed, mlp = self.wide * model.top_k, self.tokens * model.top_k * model.mlp_width / m
         heads, llama, ahead = self.wide / t, model.style == "llama", model.mlp_inputs
         # Each product with its outputs, forward and of I: Q K V, after the attention, up, down.
-        flops = [2.0 * self.tokens * model.hidden / t * width for width in model.product_widths()]
+        every = zip(model.product_widths(), (t, t, m, m), strict=True)
+        flops = [2.0 * self.tokens * model.hidden / own * width for width, own in every]
         inputs, outputs = (
             (self.wide, heads, routed, mlp),
             ((1 + 2 * model.kv_part) * heads, self.wide, ahead * mlp, routed),
         )
         whole, inward = list(zip(flops, outputs, strict=True)), list(zip(flops, inputs, strict=True))
-        parts = t if self.overlaps else 1
-        forward = [(each, out / own) for (each, out), own in zip(whole, 2 * (parts, min(parts, SPLITS)), strict=True)]
-        inward[1::2] = [(each, out / parts) for each, out in inward[1::2]]  # the others' sums travel beside them
-        every_score = self.tokens * model.heads * model.length / t
-        scores, chooser = model.score_flops(self.tokens) / t, []
-        inner = 2 * scores + (scores / 2 if model.attention == "flash" else 0.0)
-        if model.attention == "flash" and self.runtime.attention is not None:
-            efficiency = self.device.efficiency(every_score)
-            scores, inner = (
-                flops / 2 * efficiency / part
-                for flops, part in zip((scores, inner), self.runtime.attention, strict=True)
-            )
-        moved, ordered = (20, 24) if llama else (22, 34), 0.0
+        parts = (t, m) if self.overlaps else (1, 1)
+        cuts = [cut for own in parts for cut in (own, min(own, SPLITS))]
+        forward = [(each, out / cut) for (each, out), cut in zip(whole, cuts, strict=True)]
+        inward[1::2] = [(each, out / own) for (each, out), own in zip(inward[1::2], parts, strict=True)]  # beside sums
+        sums = 2.0 if m == t else 1.0 + (model.split == "sequence") / 2
+        every_score, (scores, inner) = self.tokens * model.heads * model.length / t, self._score_flops()
+        moved, ordered, chooser = (20, 24) if llama else (22, 34), 0.0, []
         if model.experts > 1:
             chooser = [(2.0 * self.tokens * model.hidden * model.experts, float(self.tokens * model.experts))]
-            ordered = self.whole * model.top_k
+            ordered = self.routed
         of_mlp, of_heads = (6, 10) if llama else (4, 6), (0, 0)
         if not self.runtime.fuses:
             of_mlp, of_heads = (10, 26) if llama else of_mlp, (40, 32)
@@ -230,12 +229,12 @@ class LayerFormulas:
             cast, moves = _CASTS[model.precision]
             reads, writes = reads + moves * sum(inputs), writes + moves * sum(outputs)
             casts = 2.0 * cast * parameters
-            kept -= (VALUE_BYTES - cast) * (self.whole * (1 + model.top_k) + heads + mlp)
+            kept -= (VALUE_BYTES - cast) * (self.whole + self.routed + heads + mlp)
         node = self._node(
             "layer",
             (
-                self._seconds([(scores, every_score), *chooser], reads, sums=2, weights=forward),
-                self._seconds([(inner, every_score), *chooser], writes, sums=2, weights=inward),
+                self._seconds([(scores, every_score), *chooser], reads, sums=sums, weights=forward),
+                self._seconds([(inner, every_score), *chooser], writes, sums=sums, weights=inward),
                 # Split along the tokens, where their own outputs are few.
                 self._seconds(chooser, self._added(sum(matrices)), weights=whole),
             ),
@@ -247,8 +246,20 @@ class LayerFormulas:
             output=VALUE_BYTES * self.wide * self.context,
         )
         experts = model.experts // self.expert if self.expert > 1 else 0
-        node = replace(node, buffer_bytes=casts, expert_bytes=float(VALUE_BYTES * experts * model.expert_parameters(t)))
+        node = replace(node, buffer_bytes=casts, expert_bytes=float(VALUE_BYTES * experts * model.expert_parameters(m)))
         return self._exchanging(node, (scores, inner), every_score)
+
+    def _score_flops(self) -> tuple[float, float]:
+        """Of F and I, as many as take their time at the device's efficiency."""
+        model = self.model
+        scores = model.score_flops(self.tokens) / self.tensor
+        if model.attention != "flash":
+            return scores, 2 * scores
+        if self.runtime.attention is None:
+            return scores, 2.5 * scores
+        efficiency = self.device.efficiency(self.tokens * model.heads * model.length / self.tensor)
+        forward, backward = self.runtime.attention
+        return scores / 2 * efficiency / forward, 2.5 * scores / 2 * efficiency / backward
 
     def _exchanging(self, node: Node, attention: tuple[float, float], outputs: float) -> Node:
         """The node with the seconds in which members exchange keys and values, and rows for experts. In a ring the
@@ -308,7 +319,7 @@ class LayerFormulas:
         apart = 0 if self.runtime.fuses else 2 * VALUE_BYTES
         return (2.0 * self.model.gradient_bytes + apart) * parameters if self.runtime.adds_gradients else 0.0
 
-    def _seconds(self, products: _Products, num_bytes: float, *, sums: int = 0, weights: _Products = ()) -> float:
+    def _seconds(self, products: _Products, num_bytes: float, *, sums: float = 0, weights: _Products = ()) -> float:
         """Products (FLOPs and outputs), those with a layer's `weights` in its precision, then memory traffic, then sums
         over the tensor ranks, which wait for each other, or of a layer overlap with its products in T parts."""
         plain, own = (

@@ -185,15 +185,16 @@ class Transformer:
     def layer_matrices(self, tensor: int, expert: int = 1) -> list[int]:
         """Parameters of each matrix of a layer on one device: Q K V, after the attention, up and down by expert."""
         h, (qkv, *_) = self.hidden, self.product_widths()
-        mlp = [self.mlp_inputs * h * self.mlp_width // tensor, h * self.mlp_width // tensor]
+        mlp = [each * h * self.mlp_width // (tensor if expert == 1 else 1) for each in (self.mlp_inputs, 1)]
         return [round(qkv) * h // tensor, h * h // tensor, *(self.experts // expert * mlp)]
 
     def layer_parameters(self, tensor: int, expert: int = 1) -> int:
-        """Parameters of a layer on one device, with its share of the experts, and with the router."""
+        """Parameters of a layer on one device, with its share of the experts, which are whole if replicas divide them,
+        and with the router."""
         biases, h, kv = self.style == "gpt", self.hidden, round(self.kv_part * self.hidden)
         attention = ((2 * h + 2 * kv) * h + biases * (h + 2 * kv)) // tensor + biases * h
         chooser = h * self.experts if self.experts > 1 else 0
-        mlps = self.experts // expert * self.expert_parameters(tensor)
+        mlps = self.experts // expert * self.expert_parameters(tensor if expert == 1 else 1)
         return attention + mlps + chooser + 2 * self.norm_parameters
 
     def product_widths(self) -> tuple[float, float, float, float]:

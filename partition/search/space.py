@@ -176,8 +176,8 @@ class Configuration:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
     """Whether a configuration can be carried out on these devices, as `plans.as_schedule` does, and, where it is to be
-    `runnable`, the runtime: there groups of T divide the devices, streams leave none idle, and sequences or experts,
-    these without tensor groups, are divided over equal replicas. `context` and `expert` are those of the profiles."""
+    `runnable`, the runtime: there groups of T divide the devices, streams leave none idle, and sequences or experts
+    are divided over equal replicas. `context` and `expert` are those of the profiles."""
 
     num_devices: int
     order: Sequence[int]
@@ -192,7 +192,7 @@ class Runs:
         if self.runnable and self.context * self.expert > 1:
             is_whole = c.num_devices == self.num_devices and list(self.order) == sorted(self.order)
             is_even = c.ranks is None and c.sizes is None and not c.batch % c.data
-            return is_whole and is_even and (self.expert == 1 or c.tensor == self.context)  # T is a multiple of it
+            return is_whole and is_even  # T is a multiple of the context
         if c.sizes is not None:  # in a row, each within the innermost links
             return all(ranks[0] // self.node_size == ranks[-1] // self.node_size for ranks in c.stage_ranks)
         idle = c.num_devices < self.num_devices and c.family.rule.is_asynchronous

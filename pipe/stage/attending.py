@@ -56,8 +56,13 @@ class Seen:
         for start, end in blocks:
             own, at = query.narrow(-2, at, end - start), at + end - start
             stop = end if self.is_causal else key.shape[-2]
-            mask = self._mask(range(start, end), stop, documents, device=query.device)
             qkv = own, key[..., :stop, :], value[..., :stop, :]
+            is_band = (self.is_causal and start > 0) or self.window is not None
+            if is_band and query.device.type == "cpu" and self.keys is None and documents is None:
+                band = self._banded(range(start, end), stop, own)
+                found.append(attention(own.flip(-2), *qkv[1:], attn_mask=band, **options).flip(-2))
+                continue
+            mask = self._mask(range(start, end), stop, documents, device=query.device)
             if mask is None and self.is_causal and start:
                 found.append(CausalBias._dispatch(*qkv, _LowerRight(end - start, stop), **options))  # type: ignore[arg-type]
             else:
@@ -71,6 +76,18 @@ class Seen:
         begins = self.positions[..., 1:] != self.positions[..., :-1] + 1
         is_known = not (begins.is_meta or isinstance(begins, FakeTensor))
         return None if is_known and not begins.any() else F.pad(begins.cumsum(-1), (1, 0))
+
+    def _banded(self, own: range, stop: int, like: Tensor) -> Tensor:
+        """[queries from the last to the first, keys up to `stop`] that is added to scores: causality, and the window.
+        The distance of the two follows from the sum of both indices, so all rows are views of one."""
+        before = own.stop - 1 - torch.arange(len(own) + stop - 1, device=like.device)  # the query, by so many tokens
+        hidden = (before < 0) & self.is_causal
+        if self.window is not None:
+            hidden |= before >= self.window
+        has_autocast = torch.is_autocast_enabled(like.device.type)
+        kind = torch.get_autocast_dtype(like.device.type) if has_autocast else like.dtype  # else it would be copied
+        row = torch.zeros(len(before), dtype=kind, device=like.device).masked_fill(hidden, float("-inf"))
+        return row.as_strided((len(own), stop), (1, 1))
 
     def _mask(self, own: range, stop: int, documents: Tensor | None, *, device: torch.device) -> Tensor | None:
         """[..., queries, keys up to `stop`]; None where causality alone hides keys, or nothing does."""

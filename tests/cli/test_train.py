@@ -356,14 +356,20 @@ def test_one_rank_two_ranks_and_two_members_of_a_tensor_group_train_to_the_same_
 
 @pytest.mark.thorough
 def test_a_context_group_trains_to_the_loss_of_one_rank_and_is_resumed_without_it(
-    command: Callable[..., Done], text: str
+    command: Callable[..., Done], tmp_path: Path, text: str
 ) -> None:
     """Traced steps and validation among them; microbatches of one sample."""
     common = ("train", *TINY, "--microbatches", "8", "--text", text, "--json", "--ranks", "1", "--schedule", "gpipe")
     alone = json.loads(command(*common, "--name", "one", "--trace-every", "2").stdout)
     kept = (*common, "--name", "c", "--trace-every", "2", "--checkpoint-every", "2")
     parts = json.loads(command(*kept, "--context", "2").stdout)
-    assert len(parts["peak_memory_bytes"]) == 2
-    goes_on = json.loads(command(*kept, "--resume").stdout)
+    assert (len(parts["peak_memory_bytes"]), parts["num_microbatches"]) == (2, 8)
+    assert "M=8, 2 parts each" in command("timeline", "c", "--terminal").stdout
+    checkpoints = tmp_path / "runs" / "c" / "checkpoints"
+    (checkpoints / "latest").write_text(next(checkpoints.glob("step-4-*")).name)  # as if it was killed in the last step
+    resumed = command(*kept, "--resume")
+    assert "random numbers (dropout) are others" not in resumed.stderr
+    goes_on = json.loads(resumed.stdout)
+    assert (goes_on["num_ranks"], goes_on["resumed_at"]) == (1, [4])
     for each in (parts, goes_on):
         assert each["val_bits_per_byte"] == pytest.approx(alone["val_bits_per_byte"], rel=1e-4)

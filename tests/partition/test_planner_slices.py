@@ -262,10 +262,11 @@ def moe(seed: int) -> tuple[TransformerSource, int]:
 
 
 @pytest.mark.thorough(but=["3"])
-@pytest.mark.parametrize("seed", [3, 4, 5, 15, 39])
+@pytest.mark.parametrize("seed", [3, 4, 5, 15])
 def test_none_of_all_splits_is_faster(seed: int) -> None:
     """Every context, expert, P, D, T, microbatch and cut, by brute force. The fastest one of each seed has another
-    split: experts, experts over more replicas, both with stages, the same with other sizes, both with tensor ranks."""
+    split: experts, experts over more replicas, both with stages, the same with other sizes. None has tensor
+    ranks, which do not divide an expert that replicas divide."""
     source, batch = moe(seed)
     names = [node.name for node in source.profile(microbatch_size=1).nodes]
     least = float("inf")
@@ -303,9 +304,9 @@ def test_no_split_that_is_given_fits() -> None:
 @pytest.mark.parametrize(
     ("split", "wrong", "text"),
     [
-        ((2, 1), {"context": 4}, "a plan with context=4, .* replicas, tensor=2 and .*: expected tensor=4 with experts"),
+        ((2, 1), {"context": 4}, "a plan with context=4, .* replicas, tensor=2 and .*: expected a multiple of 4"),
         ((1, 2), {"expert": 8}, "a plan with expert=8, .* replicas, tensor=1 and .* is a multiple of 8"),
-        ((2, 2), {"context": 1}, "a plan with expert=2, .2,. replicas, tensor=2 and .*: expected tensor=1 with"),
+        ((2, 2), {"context": 4}, "a plan with context=4 and expert=2, .2,. replicas, tensor=2 and .*: expected a mult"),
     ],
 )
 def test_the_runtime_divides_as_planned(split: tuple[int, int], wrong: dict[str, int], text: str) -> None:

@@ -253,7 +253,9 @@ def test_what_all_ranks_compute_is_what_the_formula_counts(model: Transformer) -
     assert model.flops(batch_size=2) == 3 * (3 * layer + 2 * n * h * 1000)
     for t, c, e in ((1, 1, 1), (2, 1, 1), (1, 4, 1), (2, 2, model.experts)):
         found = profile_of(model, b=2, t=t * c, device=COUNTER, context=c, expert=e)
-        whole = model.flops(batch_size=2) + 3 * 3 * 2 * n * h * chooser * (t - 1)  # each tensor rank chooses
+        # Each tensor rank chooses, and computes all of what replicas divide.
+        again = chooser + (k * 3 * 3.5 * h if e > 1 else 0)
+        whole = model.flops(batch_size=2) + 3 * 3 * 2 * n * h * again * (t - 1)
         assert t * c * sum(node.seconds for node in found.nodes) == pytest.approx(whole)
         held = 2 * model.layer_parameters(t, e)
         assert [found.nodes[1].parameter_bytes, found.nodes[0].activation_bytes] == [held, 2 * n * h]
@@ -304,7 +306,12 @@ def test_keys_are_gathered_and_tokens_sent_to_their_experts() -> None:
     assert apart.forward_seconds == pytest.approx(sums / c + gather)
     assert apart.backward_seconds == apart.input_grad_seconds == pytest.approx(sums / c + 2 * gather)
     routed = profile_of(ROUTED, b=2, device=device, expert=4).nodes[1]
-    assert routed.forward_seconds == routed.backward_seconds == pytest.approx(2 * 3 / 4 * 2 * 2 * n * h)
+    rows = 2 * 3 / 4 * 2 * 2 * n * h
+    assert routed.forward_seconds == routed.backward_seconds == pytest.approx(rows)
+    # Tensor ranks with whole experts send all rows, and sum attention alone; divided tokens are gathered besides.
+    for split, halves in (("tensor", 2), ("sequence", 3)):
+        both = profile_of(replace(ROUTED, split=split), b=2, t=t, device=device, expert=4).nodes[1]  # type: ignore[arg-type]
+        assert both.forward_seconds == both.backward_seconds == pytest.approx(rows + halves / 2 * 2 * n * h)
 
 
 def test_replicas_sum_what_they_share() -> None:

@@ -78,18 +78,10 @@ def test_attention_of_parts_is_that_of_the_whole_under_every_mask(data: st.DataO
     assert torch.allclose(found * sees, expected * sees, atol=1e-12)
 
 
-def test_attention_of_later_tokens_within_a_dispatch_mode() -> None:
-    """A traced step counts its memory in one; torch's causal_lower_right cannot be made there."""
-    query, key, value = torch.randn(3, 1, 2, 6, 4).unbind()
-    with FlopCounterMode(display=False):
-        found = Seen(is_causal=True).attention(query[..., 4:, :], key, value, [(4, 6)])
-    whole = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    assert torch.allclose(found, whole[..., 4:, :], atol=1e-6)
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_members_multiply_as_much_in_paired_blocks_and_not_in_single_ones(count: int) -> None:
-    """Pairs of query and key that attention computes, by torch's count of its products: the figures of the page."""
+    """Pairs of query and key that attention computes, by torch's count of its products: the figures of the page. In the
+    count's mode, as in that of a traced step, torch's causal_lower_right cannot be made."""
 
     def pairs(total: int) -> list[int]:
         query, key, value = torch.empty(3, 1, 1, total, 8, device="meta").unbind()
@@ -104,6 +96,27 @@ def test_members_multiply_as_much_in_paired_blocks_and_not_in_single_ones(count:
     paired, single = pairs(16 * count), pairs(15 * count)  # of 15 C tokens no member has two blocks alike
     assert paired == [8 * 8 * (2 * count + 1)] * count
     assert single == [15 * 15 * (index + 1) for index in range(count)]
+
+
+@pytest.mark.parametrize(("window", "kind"), [(None, torch.float64), (5, torch.float32), (None, torch.bfloat16)])
+def test_attention_on_the_cpu_keeps_no_mask_but_a_row(window: int | None, kind: torch.dtype) -> None:
+    """A mask of queries x keys was kept until the backward by each layer, in autocast's type as well."""
+    query, key, value = torch.randn(3, 1, 2, 64, 8).unbind()
+    autocasts, bytes_of = kind is torch.bfloat16, dict[int, int]()
+    query, key, value = (x.to(torch.float32 if autocasts else kind).requires_grad_() for x in (query, key, value))
+
+    def keep(x: Tensor) -> Tensor:
+        if x.shape[-2:] == (16, 64):
+            bytes_of[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", kind, enabled=autocasts):
+        found = Seen(is_causal=True, window=window).attention(query[..., 48:, :], key, value, [(48, 64)])
+    assert [*bytes_of.values()] == [kind.itemsize * (16 + 64 - 1)]
+    seen = torch.ones(64, 64, dtype=torch.bool).tril().triu(-63 if window is None else 1 - window)
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)[..., 48:, :]
+    assert torch.allclose(found.to(kind), expected.to(kind), atol=0.02 if autocasts else 1e-5)
+    assert torch.isfinite(torch.autograd.grad(found.sum(), key)[0]).all()
 
 
 def test_attend_on_whole_sequences_is_torchs_attention() -> None:

@@ -83,6 +83,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # processes, o
     "fsdp, split": (4, {"schedule": "zb-h1"}, {"pipe": 2, "expert": 2, "data_parallel": "fsdp"}),
     "four members": (4, {"schedule": "gpipe"}, {"pipe": 1, "expert": 4}),
     "context of a stream": (4, {"schedule": "2bw"}, {}),
+    "context of chunks": (8, {"schedule": "interleaved", "num_chunks": 2}, {"pipe": 2}),
     "context, fsdp": (
         4,
         {"schedule": "zb-h1", "recompute": "full"},

@@ -13,6 +13,7 @@ from support import experts, sliced
 from support.alone import near, train_alone, train_piped
 from support.inside import layout_of_plan
 from support.inside import simulated_simulated as simulated
+from support.parts import Parts
 from support.plain import batch as numbers
 from support.pool import Pool
 from support.small import sgd
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from stagewright.comm import World
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, plan
-from stagewright.pipe import Auto, PipelineModule
+from stagewright.pipe import Auto, Mesh, PipelineModule
 from stagewright.schedules import FAMILIES, check, check_lowered, lower
 
 PLANNED = [name for name, each in FAMILIES.items() if each.is_planned]
@@ -252,7 +253,10 @@ def _trained(
     plain, optimizer = model(), partial(torch.optim.AdamW, lr=0.05)
     delay, batches = int(plan.schedule == "2bw"), map(batch, range(STEPS))
     expected = train_alone(plain, batches, optimizer, loss_fn=loss_fn, delay=delay, clip=1.0).losses
-    pipe = PipelineModule(model(), schedule=plan, loss_fn=loss_fn, optimizer=optimizer, max_grad_norm=1.0, verify=True)
+    options = {"loss_fn": loss_fn, "optimizer": optimizer, "max_grad_norm": 1.0, "verify": True}
+    is_divided = plan.tensor > plan.context and plan.expert > 1
+    mesh = {"mesh": Mesh(tensor_parallel="auto")} if is_divided else {}
+    pipe = PipelineModule(model(), schedule=plan, **mesh, **options)  # type: ignore[arg-type]
     results = [pipe.train_step(*batch(step)) for step in range(STEPS)] + pipe.flush()
     found = [result.loss for result in results if result.loss is not None]
     differences = [abs(one - other) for one, other in zip(found, expected, strict=True)]
@@ -272,6 +276,27 @@ def _over_experts(schedule: str, rows: list[list[int]], overlaps: bool = False, 
     assert bool(pipe.schedule.overlapped) == overlaps
     with pipe, pytest.raises(ValueError, match="a batch of 1 samples over 2 members of an expert group: expected 2"):
         pipe.eval_step(*experts.batch(0, STEPS, 1))
+    return difference
+
+
+class _Dense(Parts, up=lambda: nn.Linear(experts.WIDTH, 8), down=lambda: nn.Linear(8, experts.WIDTH)):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def _dense_among() -> nn.Module:
+    """A tensor group divides the dense layers; each of its members holds its experts whole."""
+    return experts.model(experts.Listed(), _Dense(), experts.Stacked(), _Dense())
+
+
+def _over_tensors(schedule: str, rows: list[list[int]], nodes: list[str], context: int = 1, **of: Any) -> float:
+    axes = {"expert": 2, "context": context, "num_microbatches": 4}
+    plan = _plan(schedule, nodes, rows, chunks=1, sizes=axes, tensor=2 * context, **of)
+    pipe, difference = _trained(plan, _dense_among, F.mse_loss, lambda step, n=9: experts.batch(0, step, n, length=8))
+    with pipe:
+        whole = dict(_dense_among().named_parameters())
+        sizes = {whole[name].numel() // x.numel() for name, x in pipe.named_parameters() if "3.experts." in name}
+        assert sizes <= {2}  # halves of stacked experts, not quarters
     return difference
 
 
@@ -314,6 +339,23 @@ DIVIDED = [
     (_over_sequences, ("1f1b", [[0, 1, 2, 3]]), {"optimizer_shards": 2}),
     (_over_sequences, ("gpipe", [[0, 1, 2, 3]]), {"tensor": 4}),
 ]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("args", "of"),
+    [
+        (("1f1b", [[0, 1, 2, 3], [4, 5, 6, 7]], ["0 1 2", "3 4 5"]), {}),
+        (("2bw", [[0, 1, 2, 3]], ["0 1 2 3 4 5"]), {}),
+        (("1f1b", [[*range(8)]], ["0 1 2 3 4 5"]), {"context": 2, "optimizer_shards": 2, "recompute": "full"}),
+    ],
+)
+def test_a_plan_divides_experts_over_replicas_with_tensor_ranks(
+    gloo: Pool, args: tuple[Any, ...], of: dict[str, Any]
+) -> None:
+    """Which was refused, since formulas divided each expert over tensor ranks, and the runtime has it whole."""
+    ranks = sum(map(len, args[1]))
+    assert max(gloo.run(_over_tensors, ranks=ranks, args=args, kwargs=of)) < 1e-10
 
 
 @pytest.mark.thorough(but=["_over_experts-args1-of1"])
