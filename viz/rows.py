@@ -61,8 +61,10 @@ def boxes_of(timeline: Timeline, rank: int) -> list[ActionBox]:
 
 
 def bars_of(trace: RankTrace) -> list[Bar]:
-    """Messages that arrive on a rank, then collectives, exchanges and moves, each in the lowest free lane: of those with
-    the same times, first whose name comes first, as in `explorer/replay_panel.js`."""
+    """Messages that arrive on a rank, then collectives, exchanges and moves, each in the lowest free lane.
+
+    Of those with the same times the first by name comes first, as in `explorer/replay_panel.js`.
+    """
     bars = [Bar(what, start, end, MESSAGE_HUES[what.kind], 0) for what, start, end in trace.comm]
     bars += [Bar(what, start, end, COLLECTIVE_HUES.get(what.op, OTHER_HUE), 0) for what, start, end in trace.transfers]
     names = [" ".join(map(str, what)) if isinstance(what, Message) else str(what) for what, *_ in bars]
