@@ -235,7 +235,6 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
         grad_scaler=scaler,
         compile=read_compile(precision.compile),
         device=device,
-        # Used as they are given, or read by properties.
         num_microbatches=given.num_microbatches,
         num_chunks=given.num_chunks,
         optimizer=given.optimizer,

@@ -88,21 +88,12 @@ def make_stream(schedule: Schedule, *, sharing: Sharing) -> Stream:
     Raises ScheduleError for a program whose steady state does not repeat batch by batch, or in which a call needs a
     message that another rank sends in a later one.
     """
-    if schedule.num_batches < 3:
+    last = schedule.num_batches - 1
+    if last < 2:
         raise ScheduleError(
             f"schedule {schedule.name!r} spans {schedule.num_batches} batches: expected at least 3, so that a batch of "
             f"its steady state differs from its first and its last one"
         )
-    while True:
-        stream, ends = _cut(schedule, sharing)
-        if ends:
-            return stream
-        sharing = replace(sharing, receives_ahead=2 * sharing.receives_ahead)
-
-
-def _cut(schedule: Schedule, sharing: Sharing) -> tuple[Stream, bool]:
-    """The stream, and whether it also ends where sends wait."""
-    last = schedule.num_batches - 1
     calls = [_calls(schedule, rank) for rank in range(schedule.num_ranks)]
     lowered = lower(schedule, sharing=sharing, calls=calls)
     check_calls(lowered)  # first: its error says why a receive can't be posted in time
@@ -116,7 +107,9 @@ def _cut(schedule: Schedule, sharing: Sharing) -> tuple[Stream, bool]:
         drains=tuple(_moved(schedule, part[last + 1], -last, None) for part in parts),
         offsets={(s, k - base): v - groups for (s, k), v in used.items() if 0 <= k - base < schedule.num_microbatches},
     )
-    return stream, _check_stream(stream, used)
+    if _check_stream(stream, used):
+        return stream
+    return make_stream(schedule, sharing=replace(sharing, receives_ahead=2 * sharing.receives_ahead))
 
 
 def _calls(schedule: Schedule, rank: int) -> list[int]:
