@@ -159,7 +159,7 @@ class Collectives:
 
     def lost_member(self, error: RuntimeError, module: str = "") -> PipelineError | None:
         """The error to raise for one of an action that came from a collective in a divided module, or in attention of a
-        context group; None for others. `module`: name of the one that was in its forward."""
+        context group; None for others. `module`: name of the one that exchanged."""
         dividing = {*self.tensor_members, *self.expert_members}
         others = sorted({*dividing, *self.context_members} - {self.rank})
         if not others or not _BACKEND_ERROR.search(str(error)):

@@ -85,9 +85,9 @@ class Account(NamedTuple):
     refusal: str = ""  # message of a ValueError of this package's own; empty: it is something else
 
     @classmethod
-    def of(cls, error: BaseException) -> Account:
+    def of(cls, error: BaseException, call: str = "") -> Account:
         if isinstance(error, PipelineError):
-            return cls(error.peers, isinstance(error, PipelineTimeout), str(error))
+            return cls(error.peers, isinstance(error, PipelineTimeout), f"{error}{call}")
         refusal = str(error) if _is_mistake(TracebackException.from_exception(error)) else ""
         return cls((), False, f"{type(error).__name__}: {error}", refusal)
 
@@ -102,9 +102,10 @@ class FailureBoard:
         self._size = size
         self._name = f"failure/{store.add(f'failure/boards of rank {rank}', 1)}"
         self.place = MeshPlace.line(World(rank=rank, size=size))  # until the mesh is known; only for names
+        self.call = ""  # text of this rank's newest call with a batch; only for messages
 
     def write(self, error: BaseException) -> None:
-        text = json.dumps(Account.of(error))
+        text = json.dumps(Account.of(error, self.call))
         _within(_STORE_LIMIT, lambda: self._store.set(f"{self._name}/{self._rank}", text))
 
     def explain(self, error: BaseException) -> BaseException:
@@ -130,7 +131,7 @@ class FailureBoard:
         for rank, report in reports.items():
             if report.refusal and cause == _own_failure(rank, report, self.place):
                 return ValueError(f"{report.refusal}\n(found on {self.place.name_of(rank)}; {error})")
-        return type(error)(f"{error}\ncause: {cause}", peers=error.peers, is_explained=True)
+        return type(error)(f"{error}{self.call}\ncause: {cause}", peers=error.peers, is_explained=True)
 
     def others_failed(self) -> bool:
         return any(self._store.check([f"{self._name}/{one}"]) for one in range(self._size) if one != self._rank)
@@ -168,6 +169,11 @@ class Guard:
         """Name processes in reports by their positions on the mesh."""
         if self._board is not None:
             self._board.place = place
+
+    def set_call(self, call: str) -> None:
+        """Name this rank's newest call with a batch in reports."""
+        if self._board is not None:
+            self._board.call = f"; newest call: {call}"
 
     def on_failure(self, let_go: Callable[[], None]) -> None:
         """Register a function that breaks the links of this rank."""

@@ -1,11 +1,15 @@
 """Bugs that were there once, one test each, but for those that a test elsewhere shows."""
 
+import multiprocessing
+import os
+import signal
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.pool import Pool
+from support.pool_worker import serve
 from support.small import WIDTH, X, Y, layers, make
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -206,3 +210,20 @@ def test_a_drain_that_begins_with_a_checkpoints_second_run_leaves_the_users_rand
     pipe.train_step(X, Y)
     pipe.flush()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_worker_of_the_pool_ends_with_the_tests_though_it_is_in_the_middle_of_something() -> None:
+    """Its case went on for hours after the process of the tests was killed. Here it looks for a store that never is."""
+    ours, theirs = multiprocessing.Pipe()
+    worker = os.fork()
+    if not worker:
+        ours.close()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's own would go on here with the tests
+        signal.alarm(200)  # less than the store's patience
+        try:
+            serve(theirs, os.devnull, 1)
+        finally:
+            os._exit(1)
+    theirs.close()
+    ours.close()
+    assert os.waitpid(worker, 0) == (worker, 0)

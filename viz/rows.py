@@ -64,7 +64,9 @@ def bars_of(trace: RankTrace) -> list[Bar]:
     """Messages that arrive on a rank, then collectives, exchanges and moves, each in the lowest free lane."""
     bars = [Bar(what, start, end, MESSAGE_HUES[what.kind], 0) for what, start, end in trace.comm]
     bars += [Bar(what, start, end, COLLECTIVE_HUES.get(what.op, OTHER_HUE), 0) for what, start, end in trace.transfers]
-    order = sorted(range(len(bars)), key=lambda at: bars[at][1:])
+    # Of those with the same times the first by name comes first, as in `explorer/replay_panel.js`.
+    names = [" ".join(map(str, what)) if isinstance(what, Message) else str(what) for what, *_ in bars]
+    order = sorted(range(len(bars)), key=lambda at: (bars[at].start, bars[at].end, names[at]))
     for at, lane in zip(order, assign_lanes((bars[at].start, bars[at].end) for at in order), strict=True):
         bars[at] = bars[at]._replace(lane=lane)
     return bars

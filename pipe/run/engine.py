@@ -22,6 +22,7 @@ from ...schedules import Action, Collective, Message, Schedule, ScheduleError, c
 from ...schedules.messages import Transfer
 from ...schedules.program import RankProgram, Wait, Work
 from ..context import Run
+from ..shards.tensor_group import TensorGroup
 from ..trace.recorder import RankRecorder
 from .worker import Worker
 
@@ -155,10 +156,11 @@ class Engine:
             raise type(known)(story, peers=known.peers) from error
 
     def _module_of(self, error: BaseException) -> str:
-        """Name of the innermost module in whose forward an error was raised; "" in a backward."""
+        """Name of the innermost module in whose forward an error was raised, or in a backward of whose exchanges."""
         names = {id(module): name for name, module in self._root.named_modules()}
-        forwards = [id(frame.f_locals.get("self")) for frame, _ in walk_tb(error.__traceback__)]
-        return next((names[each] for each in reversed(forwards) if each in names), "")
+        owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+        modules = [id(owner.module if isinstance(owner, TensorGroup) else owner) for owner in owners]
+        return next((names[each] for each in reversed(modules) if each in names), "")
 
     def drop(self) -> None:
         for local in self.ranks:

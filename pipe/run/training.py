@@ -74,11 +74,12 @@ class Training:
     def read(self, reader: BatchReader, given: Given, call: Call) -> Batch:
         """The batch of one more call; a call whose batch raises an error is not counted."""
         number = self._num_calls + 1
-        alone = self._collectives.alone
+        alone, text = self._collectives.alone, f"{call} (call {number} with a batch)"
+        self._guard.set_call(text)
         identity = Identity(UNKNOWN, UNKNOWN) if alone else Identity(CALLS.index(call), number)
         batch = reader.read(given, step=self.num_steps, call=identity)
         self._num_calls = number
-        self._collectives.last_call = f" after {call} (call {number} with a batch)"
+        self._collectives.last_call = f" after {text}"
         return batch
 
     def step(self, given: Given, *, is_reported: bool = True) -> StepResult:

@@ -59,10 +59,6 @@ _CALLED = {  # options that are called: number of arguments, and an example
     "lr_scheduler": (1, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)"),
     "on_step": (1, "lambda record: print(record.loss)"),
 }
-_AS_GIVEN = (  # options that are used as they are given, or read by properties
-    *("num_microbatches", "num_chunks", "optimizer", "lr_scheduler", "max_grad_norm", "precision", "example_inputs"),
-    *("verify", "on_step", "seed", "timeout", "weights"),
-)
 _APPLIED = ("lr_scheduler", "correction", "max_grad_norm", "grad_scaler", "flush_first")
 _VERIFY: Kind[float] = Kind(
     "'first' (the first batch, where a copy of the model fits), True (the first batch), a whole number N of at least 1 "
@@ -239,7 +235,18 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
         grad_scaler=scaler,
         compile=read_compile(precision.compile),
         device=device,
-        **{name: getattr(given, name) for name in _AS_GIVEN},
+        num_microbatches=given.num_microbatches,
+        num_chunks=given.num_chunks,
+        optimizer=given.optimizer,
+        lr_scheduler=given.lr_scheduler,
+        max_grad_norm=given.max_grad_norm,
+        precision=given.precision,
+        example_inputs=given.example_inputs,
+        verify=given.verify,
+        on_step=given.on_step,
+        seed=given.seed,
+        timeout=given.timeout,
+        weights=given.weights,
     )
 
 

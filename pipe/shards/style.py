@@ -83,7 +83,7 @@ class Style(ParallelStyle):
 def _cut_class(plain: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         cut: _CutModule = self.__dict__[_RECORD]
-        return cut.style.forward(self, cut.before, cut.group, *args, **kwargs)
+        return cut.style.forward(self, cut.before, cut.group.inside(self), *args, **kwargs)
 
     return type(
         plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__, "__doc__": plain.__doc__}

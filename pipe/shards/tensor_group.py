@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import partial
 from math import prod
 from typing import Any, TypeVar
@@ -47,6 +48,7 @@ class TensorGroup:
         self._on_bytes = on_bytes  # called with "sum" or "gather" and the size of each tensor that is sent [bytes]
         self._on_region = on_region  # called when a forward enters (True) or leaves a region of divided tensors
         self._exchanges = exchanges  # those of the process: all-to-alls go through them, and what is `noted`
+        self.module: torch.nn.Module | None = None  # whose exchanges these are
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> TensorGroup:
@@ -54,6 +56,14 @@ class TensorGroup:
         if mesh.ndim != 1:
             raise ValueError(f"a mesh of {mesh.ndim} axes: expected the one of the tensor groups, as in mesh['tensor']")
         return cls(mesh.get_group(), index=mesh.get_local_rank(), count=mesh.size())
+
+    def inside(self, module: torch.nn.Module) -> TensorGroup:
+        """The same group, whose errors in a backward name `module`, too; not in compiled code."""
+        if torch.compiler.is_compiling():
+            return self
+        own = copy(self)
+        own.module = module
+        return own
 
     def region(self, is_own: bool, module: int | None = None) -> None:
         """Begin a region in which each member draws its own numbers (True), or all the same. `module`: see

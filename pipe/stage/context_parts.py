@@ -42,18 +42,20 @@ class _OverContext(AttentionMode):
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], seen: Seen, **options: Any) -> Tensor:
         query, key, value = qkv
-        self._on_call(caller()[0])
+        module, _ = caller()
+        self._on_call(module)
+        group = self._group if module is None else self._group.inside(module)
         if key.shape == value.shape:
-            key, value = self._whole(torch.stack((key, value))).unbind()
+            key, value = self._whole(torch.stack((key, value)), group).unbind()
         else:
-            key, value = self._whole(key), self._whole(value)
-        group, span = self._group, self.span
+            key, value = self._whole(key, group), self._whole(value, group)
+        span = self.span
         whole = seen.of_all(lambda x: span.in_order(group.all(x.detach(), -1), -1))
         return whole.attention(query, key, value, span.blocks, **options)
 
-    def _whole(self, x: Tensor) -> Tensor:
+    def _whole(self, x: Tensor, group: TensorGroup) -> Tensor:
         """Those of all tokens, of [..., own tokens, D]."""
-        group, span = self._group, self.span
+        span = self.span
 
         def gathered(own: Tensor) -> Tensor:
             with group.noted():

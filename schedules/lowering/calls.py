@@ -81,6 +81,10 @@ class Stream:
 def make_stream(schedule: Schedule, *, sharing: Sharing) -> Stream:
     """Cut an asynchronous schedule into calls, with their communication.
 
+    Where ranks would deadlock over a transport that blocks a send until it is received, twice as many receives are
+    posted ahead, and so on. That ends: with all of them posted where their call begins, a rank waits only for ranks in
+    the same call or an earlier one, and where its send waits, in an earlier one.
+
     Raises ScheduleError for a program whose steady state does not repeat batch by batch, or in which a call needs a
     message that another rank sends in a later one.
     """
@@ -103,8 +107,9 @@ def make_stream(schedule: Schedule, *, sharing: Sharing) -> Stream:
         drains=tuple(_moved(schedule, part[last + 1], -last, None) for part in parts),
         offsets={(s, k - base): v - groups for (s, k), v in used.items() if 0 <= k - base < schedule.num_microbatches},
     )
-    _check_stream(stream, used)
-    return stream
+    if _check_stream(stream, used):
+        return stream
+    return make_stream(schedule, sharing=replace(sharing, receives_ahead=2 * sharing.receives_ahead))
 
 
 def _calls(schedule: Schedule, rank: int) -> list[int]:
@@ -177,9 +182,10 @@ def _present(messages: Sequence[Message], move: Callable[[Message], Message | No
     return tuple(moved for moved in map(move, messages) if moved is not None)
 
 
-def _check_stream(stream: Stream, used: dict[tuple[int, int], int]) -> None:
-    """Assemble programs from calls, and prove them: the one that the stream was made from, and short ones."""
-    schedule = stream.schedule
+def _check_stream(stream: Stream, used: dict[tuple[int, int], int]) -> bool:
+    """Assemble programs from calls, and prove them: the one that the stream was made from, and short ones. False where
+    one would deadlock if its sends waited."""
+    schedule, ends = stream.schedule, True
     for length in (schedule.num_batches, 1, 2):
         programs = []
         for rank in range(schedule.num_ranks):
@@ -193,7 +199,7 @@ def _check_stream(stream: Stream, used: dict[tuple[int, int], int]) -> None:
                 f"order for each batch, microbatches and updates counted on, once the pipeline is full"
             )
         check(unrolled)
-        check_lowered(Lowered(schedule=unrolled, programs=tuple(programs)))
+        ends &= check_lowered(Lowered(schedule=unrolled, programs=tuple(programs))).held is None
     for (stage, index), version in used.items():
         if stream.version(stage, index, first_batch=0) != version:
             raise ScheduleError(
@@ -201,6 +207,7 @@ def _check_stream(stream: Stream, used: dict[tuple[int, int], int]) -> None:
                 f"{stream.version(stage, index, first_batch=0)} as the same microbatch of its other batches does: "
                 f"expected versions that grow by {schedule.groups_per_batch} a batch"
             )
+    return ends
 
 
 def _joined(parts: Sequence[RankProgram]) -> RankProgram:

@@ -100,6 +100,16 @@ def test_find_cause(reports: dict[int, Account], cause: str) -> None:
     assert find_cause(0, reports) == (cause, "reports nothing" not in cause)  # who is silent may report later
 
 
+def test_ranks_that_waited_for_each_other_name_the_newest_call_of_each() -> None:
+    first, second = boards(2)
+    for board, call in ((first, "train_step (call 2)"), (second, "eval_step (call 2)")):
+        Guard(board).set_call(call)
+    second.write(timed_out(0))
+    own, *_, other = str(first.explain(timed_out(1))).splitlines()
+    assert own == "waited 3.0 s; newest call: train_step (call 2)"
+    assert other.endswith(" (waited 3.0 s; newest call: eval_step (call 2))")
+
+
 def test_the_cause_is_found_at_once_when_it_is_there() -> None:
     first, second, third = boards(3)
     third.write(ValueError("two\nlines"))

@@ -307,25 +307,28 @@ def test_what_would_drift_apart_is_told(gloo: Pool) -> None:
         assert "the gradient of '1.weight'" in told[2]
 
 
-def lose_a_member() -> tuple[str, tuple[int, ...]]:
-    """The second member of the second rank's group fails in its forward."""
+def lose_a_member(hook: str) -> tuple[str, tuple[int, ...]]:
+    """The second member of the second rank's group fails in its forward, or backward."""
     model = make_model()
     pipe = make_pipe(model, mesh={"pipe": 2, "tensor": 2}, tensor_parallel=WORDS_ALONE, timeout=8.0)
     pipe.build(*make_batch(0))
     if dist.get_rank() == 3:
-        model.blocks[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+        getattr(model.blocks[1].mlp, hook)(lambda *_: 1 / 0)
     with pytest.raises((PipelineError, ZeroDivisionError)) as told:
         pipe.train_step(*make_batch(0))
     return str(told.value), getattr(told.value, "peers", ())
 
 
 @pytest.mark.thorough
-def test_a_lost_member_is_named(gloo: Pool) -> None:
+@pytest.mark.parametrize(("op", "hook"), [("F", "register_forward_pre_hook"), ("B", "register_full_backward_pre_hook")])
+def test_a_lost_member_is_named(gloo: Pool, op: str, hook: str) -> None:
     """By the other member, which waits for it in a module, and by those who wait for that one."""
-    told = gloo.run(lose_a_member, ranks=4)
+    told = gloo.run(lose_a_member, ranks=4, args=(hook,))
     assert told[3][0] == "division by zero"
     assert told[2][1] == (3,)
-    place = r"in a divided module, 'blocks\.1\.mlp\.\w+', together with process 3 \(rank 1, tensor 1\) .*, in 1F0; last"
+    place = (
+        rf"in a divided module, 'blocks\.1\.mlp\.\w+', together with process 3 \(rank 1, tensor 1\) .*, in 1{op}0; last"
+    )
     assert re.search(place, told[2][0]), told[2][0]
     for text, _ in told[:3]:
         assert "cause: process 3 (rank 1, tensor 1) failed: ZeroDivisionError: division by zero" in text

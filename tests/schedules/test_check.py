@@ -181,7 +181,7 @@ def test_under_every_schedule(name: str, num_ranks: int) -> None:
 # --- lowered, over a transport that holds a rank at a send until its receive is posted ---
 
 
-def ends(programs: Sequence[RankProgram], *, seed: int = 0, holds_sends: bool = True) -> bool:
+def ends(programs: Sequence[RankProgram], *, seed: int = 0) -> bool:
     """Whether all ranks get to their end, a step of a rank drawn at random at a time."""
     pick, at = random.Random(seed), [0] * len(programs)
     sent: set[Message] = set()
@@ -192,7 +192,7 @@ def ends(programs: Sequence[RankProgram], *, seed: int = 0, holds_sends: bool = 
             return False
         step = programs[rank].steps[at[rank]]
         if isinstance(step, Transfer):
-            return not (step.is_send and holds_sends) or step.message in posted
+            return not step.is_send or step.message in posted
         return (sent & posted).issuperset(programs[rank].inputs.get(step, ()))
 
     while ready := [rank for rank in range(len(at)) if can_go_on(rank)]:

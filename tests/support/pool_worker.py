@@ -7,7 +7,9 @@ import importlib
 import importlib.util
 import os
 import pickle
+import select
 import sys
+import threading
 import traceback
 import types
 import warnings
@@ -61,8 +63,17 @@ def leave_out_what_few_look_at() -> None:
     defaults["verify"] = False
 
 
+def _leave_at_the_end(connection: Connection) -> None:
+    """Waits until the other side is gone, which may have been killed while this process is in a case."""
+    end = select.poll()
+    end.register(connection.fileno(), 0)
+    end.poll()
+    os._exit(0)
+
+
 def serve(connection: Connection, log: str, store_port: int) -> None:
     """Runs one case after the other until the connection ends."""
+    threading.Thread(target=_leave_at_the_end, args=(connection,), daemon=True).start()
     output = open(log, "w", buffering=1)  # noqa: SIM115  (lives as long as the process)
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)

@@ -133,10 +133,9 @@ def stretches(idle: list[int]) -> dict[int, int]:
 
 
 def messages(columns: dict[str, Any]) -> list[tuple[int, ...]]:
-    """All columns; of lanes, in which messages of equal times may change places, whether there is one."""
     own = columns["messages"]
-    names = ("kind", "src", "dst", "index", "maker", "user", "receiver", "start", "end")
-    return list(zip(*(own[name] for name in names), (lane >= 0 for lane in own["lane"]), strict=True))
+    names = ("kind", "src", "dst", "index", "maker", "user", "receiver", "start", "end", "lane")
+    return list(zip(*(own[name] for name in names), strict=True))
 
 
 LINKS = Links(network=Link(latency=0.25, seconds_per_byte=1e-7), activation_bytes=3e6)

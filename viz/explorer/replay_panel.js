@@ -81,7 +81,8 @@
         const slot = base + index;
         if (routes[index] < 0 || run.maker[slot] < 0) continue;
         const { sender, receiver } = wiring.routes[routes[index]];
-        messages[receiver].push({ kind, src, dst, index, slot, sender, receiver, start: run.ready[slot], end: run.arrived[slot], lane: -1 });
+        const [start, end, text] = [run.ready[slot], run.arrived[slot], [kind, src, dst, index].join(" ")];
+        messages[receiver].push({ kind, src, dst, index, slot, sender, receiver, start, end, text, lane: -1 });
       }
     }
     for (const joint of run.jointSteps) {
@@ -93,7 +94,8 @@
       }
     }
     const counts = wiring.programs.map((_, rank) => {
-      const spans = [...(run.hasMessages ? messages[rank] : []), ...together[rank]].sort((a, b) => a.start - b.start || a.end - b.end);
+      const spans = [...(run.hasMessages ? messages[rank] : []), ...together[rank]];
+      spans.sort((a, b) => a.start - b.start || a.end - b.end || (a.text < b.text ? -1 : 1));
       const lanes = lanesOf(spans.map((span) => [span.start, span.end]));
       spans.forEach((span, i) => (span.lane = lanes[i]));
       return lanes.reduce((most, lane) => Math.max(most, lane + 1), 0);
