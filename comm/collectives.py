@@ -357,7 +357,6 @@ class Collectives:
         return self.groups.backend == "nccl" and len(sizes) * max(sizes) <= _FILLED * sum(sizes)
 
     def _in_order(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """The processes of these ranks, in their order."""
         return tuple(self._place.process_of(rank) for rank in ranks)
 
     def _processes(self, ranks: Sequence[int]) -> tuple[int, ...]:

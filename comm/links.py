@@ -92,13 +92,9 @@ class MeasuredLinks:
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
-    """The line with the least squares of relative errors, latency at least 0.
-
-    Arguments:
-        sizes: [n] of messages [bytes], at least two different ones.
-        seconds: [n] one way, above 0 [s].
-
-    Raises ValueError for fewer sizes, or times that are not above 0.
+    """The line with the least squares of relative errors, latency at least 0. `sizes`: [n] of messages [bytes], at
+    least two different ones. `seconds`: [n] one way, above 0 [s]. Raises ValueError for fewer sizes, or times that are
+    not above 0.
 
     >>> fit = fit_line([1e3, 1e6], [2e-6, 1.001e-3])
     >>> round(fit.latency * 1e6, 6), round(fit.bandwidth / 1e6)

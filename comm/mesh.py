@@ -262,9 +262,6 @@ def read_mesh(
     Raises ValueError for an unknown axis, a tensor axis above 1 in one process, and sizes that do not match the
     processes.
     """
-    if mesh is not None and not isinstance(mesh, Mapping):
-        meant = mesh if isinstance(mesh, int) else world.size
-        raise ValueError(f'mesh={mesh!r}: expected sizes by axis, as in mesh={{"pipe": {meant}}}')
     axes = AXES if order is None else _read_order(order)
     sizes = dict(mesh or {})
     for axis, size in sizes.items():

@@ -160,7 +160,6 @@ class ProcessGroupTransport(Transport):
     def _start(
         self, link: Link, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], message: Message, peer: int
     ) -> list[dist.Work]:
-        """Start to send or receive a message's tensors, which have the layouts `specs`."""
         lanes, counts, works = next(self._rounds[link]), self._counts[link], []
         try:
             for tensor, spec in zip(tensors, specs, strict=True):

@@ -213,12 +213,8 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def refusals(targets: Mapping[str, tuple[str, int]], *, seconds: float) -> dict[str, str]:
-    """Hosts to which no connection could be made, and why.
-
-    Arguments:
-        targets: address and port by host.
-        seconds: limit for all of them together.
-    """
+    """Hosts to which no connection could be made, and why. `targets`: address and port by host. `seconds`: limit for
+    all of them together."""
     found: dict[str, str] = {}
     until = time.monotonic() + seconds
     with ExitStack() as stack, selectors.DefaultSelector() as selector:

@@ -366,11 +366,8 @@ def _bytes_while_summing(
     or, where the optimizer is divided, leaves part by part: a copy of the largest, and the parts of the others. A
     stream sends copies of what others need, and gets as much (of a divided optimizer the weights that it has updated
     leave, too); of whole gradients those of one other replica count, since a dynamic program does not know how many
-    there are.
-
-    Arguments:
-        shards: over which the optimizer's state is divided; 1: each holds all of it.
-        share: V; what the stages of a rank have in common counts with a V-th.
+    there are. `shards`: over which the optimizer's state is divided; 1: each holds all of it. `share`: V; what the
+    stages of a rank have in common counts with a V-th.
     """
     if streams:
         found = stream_copies(sums.weights, shards)

@@ -290,28 +290,18 @@ class Profile:
         """The sum of the parts over the step that was measured at once, less one; None where it was not measured."""
         return None if self.step_seconds is None else self.parts_seconds / self.step_seconds - 1
 
-    def holdings(self, names: Collection[str] | None = None, *, in_flight: int = 1) -> MemoryUse:
-        """Memory of these nodes on a device that runs them.
-
-        Arguments:
-            names: of nodes; None: of all.
-            in_flight: microbatches between their F and their B.
-
-        Gradients take as much as parameters; optimizer state is left out where it was not measured. Raises
-        ValueError for a name that no node has.
-        """
-        unknown = sorted(set(names or ()) - {node.name for node in self.nodes})
-        if unknown:
-            raise ValueError(f"node {unknown[0]!r} is not in the profile: expected names of its nodes")
-        own = [node for node in self.nodes if names is None or node.name in names]
-        parameters = sum(node.parameter_bytes for node in own) - self.counted_again([node.name for node in own])
+    def holdings(self) -> MemoryUse:
+        """Memory of all nodes on a device that runs them, with one microbatch in flight. Gradients take as much as
+        parameters; optimizer state is left out where it was not measured."""
+        nodes = self.nodes
+        parameters = sum(node.parameter_bytes for node in nodes) - self.counted_again([node.name for node in nodes])
         return MemoryUse(
             parameters=parameters,
             gradients=parameters,
             optimizer=parameters * (self.optimizer_ratio or 0.0),
-            activations=in_flight * sum(node.stash_bytes for node in own),
-            workspace=max((node.workspace_bytes for node in own), default=0.0),
-            buffers=sum(node.buffer_bytes for node in own),
+            activations=sum(node.stash_bytes for node in nodes),
+            workspace=max((node.workspace_bytes for node in nodes), default=0.0),
+            buffers=sum(node.buffer_bytes for node in nodes),
         )
 
     def counted_again(self, names: Collection[str]) -> float:

@@ -28,11 +28,8 @@ class Addition:
     sent: Mapping[LinkName, tuple[int, int]] = {}
 
     def connected(self, pipeline: Any, links: Any) -> None:
-        """Called once the pipeline is complete but for its additions.
-
-        Arguments:
-            pipeline, links: `build.Pipeline` and `run.ranks.RankLinks`, whose modules import this one.
-        """
+        """Called once the pipeline is complete but for its additions. `pipeline`, `links`: `build.Pipeline` and
+        `run.ranks.RankLinks`, whose modules import this one."""
 
     def exact(self) -> AbstractContextManager[object]:
         """Context within which the addition changes no value; nothing is in flight when it begins and ends."""

@@ -66,11 +66,8 @@ class Needs:
     """The needs of each action of some programs; an answer takes O(in-degree).
 
     A stage may split the backward of some microbatches only, so the action that computes a gradient (B or I) is looked
-    up per microbatch.
-
-    Arguments:
-        moves: (stage, microbatch) pairs that are offloaded.
-        together: the backward that begins together with a forward.
+    up per microbatch. `moves`: (stage, microbatch) pairs that are offloaded. `together`: the backward that begins
+    together with a forward.
     """
 
     def __init__(

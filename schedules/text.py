@@ -33,11 +33,8 @@ Cells = Sequence[Sequence[Action | None]]  # [P][T]: the action of each rank in 
 def unit_time_cells(
     programs: Sequence[Sequence[Action]], needs: Callable[[Action], Iterable[Action]]
 ) -> list[list[Action | None]]:
-    """See `Schedule.unit_time_cells`.
-
-    Arguments:
-        needs: the actions of other ranks that an action waits for; its own rank's are implied by program order.
-    """
+    """See `Schedule.unit_time_cells`. `needs`: the actions of other ranks that an action waits for; its own rank's are
+    implied by program order."""
     rows: list[list[Action | None]] = [[] for _ in programs]
     waiting = [deque(program) for program in programs]
     free_at = [0] * len(programs)

@@ -115,11 +115,8 @@ def waterfall_figure(check: PredictionCheck, *, title: str = "", style: FigureSt
 def _draw_waterfall(
     axes: Axes, bars: Sequence[Change | tuple[str, float, float]], predicted: float, font: float, *, words: float
 ) -> None:
-    """Bars from the top, the wholes from 0 and each change from where the one before ended.
-
-    Arguments:
-        words: share of the width that stays free after the longest bar.
-    """
+    """Bars from the top, the wholes from 0 and each change from where the one before ended. `words`: share of the width
+    that stays free after the longest bar."""
     ends = [each for _, before, after in bars for each in (before, after) if each > 0]
     low, high = min(ends, default=0.0), max(ends, default=0.0)
     name, unit = time_unit(high)

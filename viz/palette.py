@@ -86,7 +86,6 @@ def hex_of(colour: RGB) -> str:
 
 
 def mixed(colour: RGB, white: float) -> RGB:
-    """The colour with this share of white."""
     red, green, blue = colour
     return red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white
 

@@ -22,8 +22,6 @@ _UNDATED: dict[str, dict[str, Any]] = {
 
 
 class ShownFigure(Figure):
-    """A figure on a white page."""
-
     @classmethod
     def of_size(cls, width: float, height: float, *, dpi: float) -> ShownFigure:
         """Empty, of this size [inch]."""

@@ -96,12 +96,9 @@ def fill_attributes(*roots: object, undo: ExitStack) -> None:
 
 @contextmanager
 def lent(*roots: nn.Module, alike: bool = False, device: torch.device | None = None) -> Iterator[None]:
-    """Within, modules that were built without values have some, to be tried and timed; afterwards as before.
-
-    Arguments:
-        alike: tensors of one name but for numbers in it, as of equal layers, share the values of the first of them.
-        device: where the values are; where plain construction would have put them, by default.
-    """
+    """Within, modules that were built without values have some, to be tried and timed; afterwards as before. `alike`:
+    tensors of one name but for numbers in it, as of equal layers, share the values of the first of them. `device`:
+    where the values are; where plain construction would have put them, by default."""
     first: dict[object, torch.Tensor] = {}
     with ExitStack() as undo:
         fill_attributes(*roots, undo=undo)
@@ -127,11 +124,8 @@ def rnns_of(root: nn.Module) -> list[nn.RNNBase]:
 
 
 def put(rnns: Sequence[nn.RNNBase], x: torch.Tensor, values: torch.Tensor) -> Callable[[], None]:
-    """Put values into a tensor without any, which stays the object that it is; returns what undoes it.
-
-    Arguments:
-        rnns: of the model, which know their parameters by weak references.
-    """
+    """Put values into a tensor without any, which stays the object that it is; returns what undoes it. `rnns`: of the
+    model, which know their parameters by weak references."""
     made = nn.Parameter(values, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else values
     made.__dict__.update(x.__dict__)
     if isinstance(x, nn.Parameter):

@@ -287,11 +287,8 @@ def note(
     drawn: torch.Tensor | bool | None,
 ) -> None:
     """Keep an operation as the recipe of the tensors that it makes (`found`, on meta) and of those `written` to.
-
-    Arguments:
-        drawn: of a random operation True, if it draws now, too, so that later draws are the same; False, if this is
-            left out; or the state of its generator before it drew. None: it draws nothing.
-    """
+    `drawn`: of a random operation True, if it draws now, too, so that later draws are the same; False, if this is left
+    out; or the state of its generator before it drew. None: it draws nothing."""
     call = Computation(func, (), {}, device, torch.get_default_dtype())
     storages = list({x.untyped_storage()._cdata: x for x in written}.values())
     slots = {x.untyped_storage()._cdata: slot for slot, x in enumerate(storages)}

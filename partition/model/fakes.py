@@ -177,7 +177,6 @@ _VALUES = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.l
 
 @lru_cache(maxsize=1 << 14)
 def _place(form: object) -> list[_Making]:
-    """A place for what operations of this form give."""
     return []
 
 

@@ -51,7 +51,6 @@ def find(name: str, module: nn.Module, root: nn.Module, *, what: str) -> list[nn
 
 
 def keep_less(name: str, module: nn.Module, root: nn.Module, *, what: str) -> None:
-    """Change a module so that its backward keeps less."""
     WHAT[what][1](module, find(name, module, root, what=what))
 
 

@@ -30,7 +30,6 @@ def users_line(error: BaseException) -> str:
 
 
 def fold(error: BaseException | None) -> None:
-    """`_fold` an error and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -34,13 +34,9 @@ def keep_freed_memory() -> None:
 
 
 class Stash:
-    """The bytes that autograd saves, by storage, each once: with the first that saves it.
-
-    Arguments:
-        apart: tensors that are there in any case: parameters, buffers, the model's inputs.
-
-    What an autograd.Function keeps as an attribute of its context, past `save_for_backward`, is not seen.
-    """
+    """The bytes that autograd saves, by storage, each once: with the first that saves it. `apart`: tensors that are
+    there in any case: parameters, buffers, the model's inputs. What an autograd.Function keeps as an attribute of its
+    context, past `save_for_backward`, is not seen."""
 
     def __init__(self, apart: Iterable[torch.Tensor]) -> None:
         # The storages are held, so that no other one gets the address of one that was counted.
@@ -149,11 +145,8 @@ def _quiet() -> Iterator[None]:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within: counts, in this thread and in the backwards that it runs.
-
-    Arguments:
-        known: tensors that are there before and may be let go of within.
-    """
+    """Within: counts, in this thread and in the backwards that it runs. `known`: tensors that are there before and may
+    be let go of within."""
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

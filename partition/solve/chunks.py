@@ -23,10 +23,8 @@ CostOf = Callable[[int], Floats]
 
 def even_stages(cost: CostOf, num_stages: int, num_cuts: int) -> tuple[tuple[int, ...], float] | None:
     """S + 1 cuts, from the first to the last, and what the slowest stage costs; None where nothing fits. O(S n w).
-
-    Arguments:
-        cost: of stage s, [n, w], w for all alike: in row i, of those that end 1, 2, .. w cuts after cut i; infinite
-            after the last.
+    `cost`: of stage s, [n, w], w for all alike: in row i, of those that end 1, 2, .. w cuts after cut i; infinite after
+    the last.
 
     >>> work = np.array([0, 3, 1, 1, 1])
     >>> cost = np.array([[work[i + 1 : i + k].sum() if i + k <= 5 else np.inf for k in range(2, 6)] for i in range(5)])

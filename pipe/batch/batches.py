@@ -133,12 +133,9 @@ def summarize_losses(losses: Mapping[int, LossValue], batch: Batch, *, group: in
     """[13] float64 on the losses' device: what every rank must know of an update group, for any M.
 
     (total, counts, has counts, first microbatch whose loss is not finite or -1, that loss, samples of these losses,
-    samples of the whole group by the weights, the batch's identity), where total is sum_k weights[k] loss_k, or
-    sum_k sum_k with counts = sum_k count_k. Does not synchronize a CUDA device.
-
-    Arguments:
-        losses: by microbatch of the batch; of those that ran here.
-        group: number of the update group in the batch.
+    samples of the whole group by the weights, the batch's identity), where total is sum_k weights[k] loss_k, or sum_k
+    sum_k with counts = sum_k count_k. Does not synchronize a CUDA device. `losses`: by microbatch of the batch; of
+    those that ran here. `group`: number of the update group in the batch.
 
     Raises ValueError where only some losses have a count.
     """
@@ -199,14 +196,9 @@ LOWER_OR_CLIP = "lower the learning rate or clip (max_grad_norm=1.0)"
 def read_loss_summary(
     summary: torch.Tensor, *, step: int, must_be_finite: bool, outcome: str, advice: str
 ) -> GroupLoss:
-    """Loss of a summary by `summarize_losses`.
-
-    Arguments:
-        outcome: text on which updates were made, for a loss that is not finite.
-        advice: what to do then, besides looking at the samples.
-
-    Raises NonFiniteLossError with step and microbatch, and ValueError for counts that can't be a divisor.
-    """
+    """Loss of a summary by `summarize_losses`. `outcome`: text on which updates were made, for a loss that is not
+    finite. `advice`: what to do then, besides looking at the samples. Raises NonFiniteLossError with step and
+    microbatch, and ValueError for counts that can't be a divisor."""
     total, counts, has_counts, first_bad, bad_loss, samples, *_ = summary.tolist()
     if first_bad >= 0 and must_be_finite:
         raise NonFiniteLossError(
@@ -225,11 +217,8 @@ def hand_back(
 ) -> None:
     """Run the backward of the modules before the pipeline, for a batch that requires gradients.
 
-    Each rank has passed the same batch. Collective over the processes.
-
-    Arguments:
-        by_rank: of the ranks of this process, by slot of the model's inputs and microbatch.
-        scale: of all gradients of the batch.
+    Each rank has passed the same batch. Collective over the processes. `by_rank`: of the ranks of this process, by slot
+    of the model's inputs and microbatch. `scale`: of all gradients of the batch.
     """
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     columns = zip(*(part.inputs for part in batch.parts if part.inputs is not None), strict=True)

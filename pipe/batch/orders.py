@@ -27,12 +27,8 @@ _SHOWN = 6  # sizes in an error
 
 
 class Replanning(Addition):
-    """Gives each batch its own order of the plan's actions, the same in every process.
-
-    Arguments:
-        parameters: see `size_of`.
-        replanner: of process 0 alone.
-    """
+    """Gives each batch its own order of the plan's actions, the same in every process. `parameters`: see `size_of`.
+    `replanner`: of process 0 alone."""
 
     may_split = True
 

@@ -43,12 +43,8 @@ _log = logging.getLogger("stagewright")
 
 
 class HostShare:
-    """One replica's batches on one host, for this process.
-
-    Arguments:
-        processes: of the replica on this host, in order; the first one reads.
-        timeout: for which this one waits for another [s].
-    """
+    """One replica's batches on one host, for this process. `processes`: of the replica on this host, in order; the
+    first one reads. `timeout`: for which this one waits for another [s]."""
 
     def __init__(self, folder: Path, process: int, processes: tuple[int, ...], *, timeout: float) -> None:
         self.folder = own_folder(folder)
@@ -145,12 +141,8 @@ class HostShare:
 
 
 class SharedLoader(ReplicaLoader):
-    """Batches from the process that reads for this one, while it runs.
-
-    Arguments:
-        cache: bytes of samples that the host keeps for later epochs.
-        options: of ReplicaLoader.
-    """
+    """Batches from the process that reads for this one, while it runs. `cache`: bytes of samples that the host keeps
+    for later epochs. `options`: of ReplicaLoader."""
 
     def __init__(
         self, dataset: Dataset[Any], batches: ReplicaBatches, *, share: HostShare, cache: int, **options: Any

@@ -112,7 +112,6 @@ def called(model: nn.Module, given: Any) -> Any:
 
 
 def random_backward(output: Any) -> None:
-    """The backward from a random gradient of each tensor in a model's output."""
     trained = [x for x in _tensors(output) if x.requires_grad]
     torch.autograd.backward(trained, [torch.randn_like(x) for x in trained])
 

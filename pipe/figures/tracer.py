@@ -98,21 +98,15 @@ class Tracer:
         return self._write_newest() if is_traced(step, self._every) else False
 
     def note_bytes(self, stages: Sequence[StageBytes]) -> None:
-        """Sets the stages' memory, for timeline.json, where no plan has it.
-
-        Arguments:
-            stages: [S] result of `PipelineModule.stage_bytes`.
-        """
+        """Sets the stages' memory, for timeline.json, where no plan has it. `stages`: [S] result of
+        `PipelineModule.stage_bytes`."""
         self._stages = tuple(stages)
 
     def write_simulation(self, costs: Costs, spread: Spread | None = None) -> StepSamples | None:
         """Writes timeline.json in process 0, simulated from these costs; does nothing in others.
 
-        Simulated is the stream, or, if each batch so far was flushed, flushed batches.
-
-        Arguments:
-            costs: result of `PipelineModule.measured_costs`.
-            spread: result of `PipelineModule.measured_spread`.
+        Simulated is the stream, or, if each batch so far was flushed, flushed batches. `costs`: result of
+        `PipelineModule.measured_costs`. `spread`: result of `PipelineModule.measured_spread`.
 
         Returns, in process 0, steps drawn from the spread, if there is one; else None.
         """

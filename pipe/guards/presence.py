@@ -38,12 +38,8 @@ class StageRun(NamedTuple):
 
 
 def certain_gradients(runs: Sequence[StageRun], *, loss_slot: int | None) -> tuple[tuple[bool, ...], ...]:
-    """Inputs whose gradients always exist, by stage and input.
-
-    Arguments:
-        runs: [S].
-        loss_slot: the output of the last stage that is the loss; None: the loss depends on at least one, any of them.
-    """
+    """Inputs whose gradients always exist, by stage and input. `runs`: [S]. `loss_slot`: the output of the last stage
+    that is the loss; None: the loss depends on at least one, any of them."""
     certain: list[tuple[bool, ...]] = []
     wanted: set[tuple[int, int]] = set()  # (stage, slot) of outputs that certainly get a gradient
     for s, run in reversed(list(enumerate(runs))):

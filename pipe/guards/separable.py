@@ -55,12 +55,8 @@ def refuse_shared_statistic(
     optimizer: torch.optim.Optimizer, model: Sequence[nn.Parameter], *, own_hook: Callable[..., None] | None = None
 ) -> bool:
     """ValueError for a step that moves one parameter by the values of others; a warning where it can't be tried.
-    Returns whether it is of a kind that has to be tried.
-
-    Arguments:
-        model: all parameters. They do not change, nor do the optimizer and the random generators.
-        own_hook: a hook before the step that is not the user's.
-    """
+    Returns whether it is of a kind that has to be tried. `model`: all parameters. They do not change, nor do the
+    optimizer and the random generators. `own_hook`: a hook before the step that is not the user's."""
     hooks = [hook for hook in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values() if hook != own_hook]
     name, kind = type(optimizer).__name__, type(optimizer).__module__
     is_known = kind.startswith("torch.optim.") or known_to_separate(optimizer) is not None

@@ -84,11 +84,7 @@ class ErrorFeedback:
 
     def factors(self, stages: Mapping[str, Sequence[int]], delays: Sequence[float]) -> dict[str, float]:
         """Lambda of parameters, by name; one that several stages hold has the largest, so that its copies stay equal.
-
-        Arguments:
-            stages: that hold each parameter.
-            delays: [S] of each stage's gradients under the schedule [updates].
-        """
+        `stages`: that hold each parameter. `delays`: [S] of each stage's gradients under the schedule [updates]."""
         late = [float(delay if self.delay is None else self.delay) for delay in delays]
         return {name: self.factor * max(late[stage] for stage in held) for name, held in stages.items()}
 

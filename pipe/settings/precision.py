@@ -65,7 +65,6 @@ def refuse_float16_parameters(*modules: object) -> None:
 
 
 def refuse_float16_autocast(device: torch.device, *, scales_loss: bool) -> None:
-    """Raises ValueError for training within torch.autocast to float16 without a loss scale."""
     if (
         not scales_loss
         and torch.is_autocast_enabled(device.type)

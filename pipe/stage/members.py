@@ -197,7 +197,6 @@ def _divide(
     *,
     is_meta: bool,
 ) -> dict[str, Sequence[Shard]]:
-    """Shards of each of these members by name, of what their styles divide."""
     root, collectives = run.root, run.collectives
     # DTensor caches by mesh, with that mesh's groups: for an equal mesh those of another, maybe closed, pipeline.
     unique, process_group = f"tensor_{uuid4().hex}", collectives.group_of(members)

@@ -133,7 +133,6 @@ class Ownership:
         return {ranks for ranks in found if len(ranks) > 1}
 
     def stage_ranks(self, name: str) -> tuple[int, ...]:
-        """Ranks of the stages that use a tensor."""
         return tuple(sorted({rank for s in self.stages[name] for rank in self._owners[s]}))
 
     def missing(self, modules: Sequence[nn.Module]) -> tuple[str, int] | None:

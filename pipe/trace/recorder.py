@@ -20,8 +20,6 @@ Timed = tuple[tuple[int, ...], Op]  # an op of a stage, or of several together
 
 @dataclass(slots=True)
 class _Step:
-    """Stamps of one step."""
-
     actions: list[tuple[Action, Stamp, Stamp]] = field(default_factory=list)
     # With the number of actions before.
     waits: list[tuple[int, Sequence[Message], Stamp, Stamp]] = field(default_factory=list)
@@ -40,11 +38,8 @@ class _Step:
 
 class RankRecorder:
     """One rank's stamps of the current step and the last ones; seconds are made of them when they are asked for.
-
-    Arguments:
-        window: steps whose stamps are one record: one, or several where batches overlap.
-        takes_turns: whether other ranks of this process run in between: then the time between actions means nothing.
-    """
+    `window`: steps whose stamps are one record: one, or several where batches overlap. `takes_turns`: whether other
+    ranks of this process run in between: then the time between actions means nothing."""
 
     def __init__(self, clock: Clock, *, window: int = 1, takes_turns: bool = False) -> None:
         self.clock = clock
@@ -69,13 +64,9 @@ class RankRecorder:
             self._now.left = self.clock.stamp()
 
     def begin(self, *, counts: bool = True) -> None:
-        """Begin a step; the one before is now one of the last.
-
-        Arguments:
-            counts: whether durations of this step count; not of an evaluation, whose forwards keep nothing for a
-                backward. After it the window begins again: the pipeline was empty, and its microbatches count from
-                batch 0.
-        """
+        """Begin a step; the one before is now one of the last. `counts`: whether durations of this step count; not of
+        an evaluation, whose forwards keep nothing for a backward. After it the window begins again: the pipeline was
+        empty, and its microbatches count from batch 0."""
         now = self._now
         if now.actions and now.counts:
             self._past.append(now)

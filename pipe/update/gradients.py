@@ -64,7 +64,6 @@ def norm_part(
 
 
 def norm_of(part: torch.Tensor, *, norm_type: float = 2.0) -> float:
-    """The norm from the parts of all ranks together."""
     total, is_nan = part.tolist()
     if math.isinf(norm_type):
         return math.nan if is_nan else float(total)

@@ -100,12 +100,8 @@ class StageOptimizers:
         self, model: Sequence[tuple[str, nn.Parameter]], asked: Callable[[NamedParameters], dict[int, str | None]]
     ) -> list[str]:
         """Names of the optimizers that are of an unknown kind, or have a hook. ValueError for one that updates this
-        stage's parameters otherwise than one over all of the model's parameters would.
-
-        Arguments:
-            model: (name, parameter) of the whole model.
-            asked: `options_of` for this optimizer=: named parameters -> options by id of a parameter.
-        """
+        stage's parameters otherwise than one over all of the model's parameters would. `model`: (name, parameter) of
+        the whole model. `asked`: `options_of` for this optimizer=: named parameters -> options by id of a parameter."""
         kinds = []
         if self.parts or len(self._parameters) < sum(p.requires_grad for _, p in model):
             tried = partial(refuse_shared_statistic, model=[p for _, p in model], own_hook=self._refuse_by_hand)

@@ -127,12 +127,9 @@ class SharedSum:
         self._made = {}
 
     def begin(self, factor: float, options: Mapping[int, int], *, on_through: Callable[[], None]) -> None:
-        """Begin the sums of this rank's gradients, times `factor`, which must not be touched before `wait`.
-
-        Arguments:
-            options: by id of a parameter, the checksum of its options: the same on all ranks.
-            on_through: called when all ranks' gradients are added up.
-        """
+        """Begin the sums of this rank's gradients, times `factor`, which must not be touched before `wait`. `options`:
+        by id of a parameter, the checksum of its options: the same on all ranks. `on_through`: called when all ranks'
+        gradients are added up."""
         self._check_unchanged()
         gradients = [p.grad for p in self._parameters]
         if self._compare is not None:

@@ -98,7 +98,6 @@ def only_if(allows: Filter) -> OnlyIf:
 
 
 def check_number(number: object, where: str, *, least: int) -> int:
-    """The number; ValueError if it is not a whole number of at least `least`."""
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
         raise ValueError(
             f"{where}{number!r:.60}): expected a whole number, at least {least}, or a function of the rank"

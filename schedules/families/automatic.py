@@ -176,12 +176,9 @@ def with_weights(evaluator: OrderEvaluator, order: Iterable[Action]) -> Iterator
 def _place_weights(
     evaluator: OrderEvaluator, placed: Sequence[int], short: Sequence[bool], allowed: Sequence[float]
 ) -> tuple[Orders, list[float]] | None:
-    """Programs and seconds of idle time by rank; None if they do not fit the memory.
-
-    Arguments:
-        short: by code of F and I, whether a W may fill a short gap before it.
-        allowed: [P] seconds that a rank may idle before short gaps are filled, even if no other rank has idled as long.
-    """
+    """Programs and seconds of idle time by rank; None if they do not fit the memory. `short`: by code of F and I,
+    whether a W may fill a short gap before it. `allowed`: [P] seconds that a rank may idle before short gaps are
+    filled, even if no other rank has idled as long."""
     seconds, change, limits = evaluator.seconds, evaluator.change, evaluator.limits
     P, SM = len(limits), evaluator.num_stages * evaluator.num_microbatches
     orders: Orders = [[] for _ in range(P)]

@@ -73,5 +73,4 @@ class Family:
 
     @property
     def rule(self) -> WeightRule:
-        """The weight rule by default."""
         return RULES[self.weight_rules[0]]

@@ -132,12 +132,8 @@ def interleaved(
 
 
 def _interleaved_order(sizes: Sequence[int], *, num_ranks: int, num_chunks: int, ahead: int) -> ChunkOrder:
-    """Group by group, within it chunk by chunk, within it by microbatch; backwards from the last chunk.
-
-    Arguments:
-        sizes: of the groups.
-        ahead: forwards by which each rank is further ahead of its backwards than the next one.
-    """
+    """Group by group, within it chunk by chunk, within it by microbatch; backwards from the last chunk. `sizes`: of the
+    groups. `ahead`: forwards by which each rank is further ahead of its backwards than the next one."""
     warmups = [(num_chunks - 1) * sizes[0] + ahead * (num_ranks - 1 - rank) for rank in range(num_ranks)]
 
     def turns(chunks: range) -> list[tuple[int, int]]:

@@ -117,10 +117,7 @@ def fitting_blocks(num_ranks: int, num_microbatches: int, memory_limit: float) -
 
     The first ranks take fewer slots per step up than the others (as the adaptive schedules of controllable memory): the
     same number of ranks for F and for B, or one more for B. The pauses between the four legs are the shortest of those
-    with which the fewest slots coincide.
-
-    Arguments:
-        memory_limit: chunk activations that the fullest rank may hold, on average.
+    with which the fewest slots coincide. `memory_limit`: chunk activations that the fullest rank may hold, on average.
     """
     P = num_ranks
     ups = dict.fromkeys(
@@ -182,11 +179,7 @@ def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sch
 
 def _waves(placement: StagePlacement, num_microbatches: int, *, most: int) -> tuple[tuple[Action, ...], ...]:
     """List scheduling: the action that can start first; of those that start together a backward, then the one nearest
-    its end.
-
-    Arguments:
-        most: microbatches of a stage that are in flight at once.
-    """
+    its end. `most`: microbatches of a stage that are in flight at once."""
     rank_of, P, S = placement.rank_of, len(placement), len(placement.rank_of)
     seconds = {Op.F: 1.0, Op.B: 2.0}
     arrived: dict[Op, list[list[float]]] = {op: [[] for _ in range(S)] for op in seconds}

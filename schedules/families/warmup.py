@@ -71,12 +71,8 @@ def pair_up(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: 
 def one_by_one(
     stage: int, indices: Sequence[int], *, warmup: int, backwards: Sequence[int] | None = None, op: Op = Op.B
 ) -> tuple[Action, ...]:
-    """`pair_up` for one stage.
-
-    Arguments:
-        indices, backwards: in the order of the forwards, and of the backwards if that differs.
-        op: of the backwards.
-    """
+    """`pair_up` for one stage. `indices`, `backwards`: in the order of the forwards, and of the backwards if that
+    differs. `op`: of the backwards."""
     last = indices if backwards is None else backwards
     return pair_up([Action(stage, Op.F, k) for k in indices], [Action(stage, op, k) for k in last], warmup=warmup)
 

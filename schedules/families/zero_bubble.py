@@ -116,7 +116,11 @@ def _candidates(evaluator: OrderEvaluator, table: CostTable, limit: float) -> It
     forward, input_grad = (fmean(map(fmean, table.rows[op])) for op in (Op.F, Op.I))
     full = 1 + (input_grad + 2 * fmean(table.latency)) / forward
     slopes = [*(1 + (full - 1) * step / 4 for step in range(5)), (limit - 1) / max(1, before)]
-    warmups = dict.fromkeys(_warmup(slope, before, int(limit + 1e-9)) for slope in slopes)
+    room = int(limit + 1e-9)
+    warmups = dict.fromkeys(
+        tuple(max(1, min(room, int(1 + slope * (before - rank) + 1e-9))) for rank in range(before + 1))
+        for slope in slopes
+    )
     whole = range(evaluator.num_microbatches)
     for warmup in warmups:
         programs = [one_by_one(rank, whole, warmup=first - 1, op=Op.I) for rank, first in enumerate(warmup)]
@@ -126,10 +130,6 @@ def _candidates(evaluator: OrderEvaluator, table: CostTable, limit: float) -> It
     falling = (tuple(max(1, min(first, own[0] - rank)) for rank, first in enumerate(own)) for own in warmups)
     for warmup in dict.fromkeys(falling):
         yield from with_weights(evaluator, _in_rounds(warmup, evaluator.num_microbatches))
-
-
-def _warmup(slope: float, before: int, room: int) -> tuple[int, ...]:
-    return tuple(max(1, min(room, int(1 + slope * (before - rank) + 1e-9))) for rank in range(before + 1))
 
 
 def _in_rounds(warmup: tuple[int, ...], num_microbatches: int) -> list[Action]:

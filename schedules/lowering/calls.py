@@ -69,7 +69,6 @@ class Stream:
         return sum(k // group - self.offsets[stage, k] for k in range(size)) / size
 
     def unrolled(self, num_batches: int) -> Schedule:
-        """The program of `num_batches` batches, from empty to empty."""
         programs = []
         for rank in range(self.schedule.num_ranks):
             parts = [self.call(rank, batch, first_batch=0) for batch in range(num_batches)]

@@ -36,15 +36,9 @@ from ..versions import Versions, derive_versions
 def lower(
     schedule: Schedule, *, sharing: Sharing = NOTHING_SHARED, calls: Sequence[Sequence[int]] | None = None
 ) -> Lowered:
-    """Insert sends and receives.
-
-    Arguments:
-        sharing: other communication, and how far ahead receives are posted.
-        calls: per rank, the call in which each action runs, ascending. A receive is then posted no earlier than in the
-            call in which its message is sent, since its shapes are not known before.
-
-    O(actions + messages).
-    """
+    """Insert sends and receives. `sharing`: other communication, and how far ahead receives are posted. `calls`: per
+    rank, the call in which each action runs, ascending. A receive is then posted no earlier than in the call in which
+    its message is sent, since its shapes are not known before. O(actions + messages)."""
     exchange = _Exchange(schedule, sharing, calls)
     programs = tuple(_lower_rank(rank, exchange) for rank in range(schedule.num_ranks))
     return Lowered(schedule=schedule, programs=programs if calls is not None else post_in_time(programs))

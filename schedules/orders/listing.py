@@ -370,7 +370,6 @@ def _sequences(problem: Problem) -> list[tuple[int, ...] | None]:
 
 
 def changed(policy: Policy, problem: Problem, random: Random) -> Policy:
-    """The policy with one or two changes."""
     for _ in range(1 + int(random.random() * 2)):
         policy = _change(policy, problem, random)
     return policy
@@ -404,7 +403,6 @@ def _change(policy: Policy, problem: Problem, random: Random) -> Policy:
 def changed_weights(
     fill: tuple[float, ...], backlog: tuple[int, ...], problem: Problem, random: Random
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """`fill` and `backlog` of a policy with one change."""
     P = problem.num_ranks
     if random.random() < 0.5:
         most = problem.num_microbatches * problem.num_stages // P

@@ -235,11 +235,8 @@ class _Reach:
     # --- after an action ---
 
     def tails(self, ends: Sequence[float]) -> dict[Op, list[list[float]]]:
-        """Least seconds from the end of each action to the end that counts.
-
-        Arguments:
-            ends: [P] seconds from a rank's last action to the end that counts; -inf: this rank does not count.
-        """
+        """Least seconds from the end of each action to the end that counts. `ends`: [P] seconds from a rank's last
+        action to the end that counts; -inf: this rank does not count."""
         S, M = len(self.stages), self.problem.num_microbatches
         tails: dict[Op, list[list[float]]] = {op: [[_NEVER] * M for _ in range(S)] for op in self.tables}
         F, I, W = tails[Op.F], tails[Op.I], tails[Op.W]

@@ -339,6 +339,5 @@ def shift(cut: list[int], at: int, by: int) -> None:
 
 
 def _joined(cut: Sequence[int], ranks: Sequence[int]) -> Stages:
-    """Join neighbours on one rank into one stage."""
     firsts = [s for s in range(len(ranks)) if s == 0 or ranks[s] != ranks[s - 1]]
     return [*(cut[s] for s in firsts), cut[-1]], [ranks[s] for s in firsts]

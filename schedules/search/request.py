@@ -225,7 +225,6 @@ def _check_links(links: Links) -> None:
 def numbers(
     name: str, value: float | Sequence[float], number: int, each: str, *, is_share: bool = False
 ) -> tuple[float, ...]:
-    """A number for each; shares are at most 1."""
     given = (value,) * number if isinstance(value, int | float | np.number) else tuple(value)
     most = 1.0 if is_share else sys.float_info.max
     if len(given) != number or not all(isinstance(n, int | float | np.number) and 0 <= n <= most for n in given):

@@ -138,7 +138,6 @@ class OrderingSearch:
                 self._refill_as(self.evaluator.orders(schedule), fill=fill)
 
     def _half(self) -> float:
-        """Half of the remaining seconds."""
         return (self.incumbent.budget.seconds - self.incumbent.elapsed) / 2
 
     def _round(self) -> None:
@@ -407,6 +406,5 @@ def _policy_for(policy: Policy, moved_to: dict[int, int]) -> Policy:
 
 
 def relabelled(evaluator: OrderEvaluator, orders: Orders, moved_to: dict[int, int]) -> Orders:
-    """The orders with microbatches replaced."""
     M = evaluator.num_microbatches
     return [[code - code % M + moved_to[code % M] for code in order] for order in orders]

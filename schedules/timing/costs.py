@@ -145,14 +145,9 @@ class Costs:
         num_batches: int = 1,
         as_one: Mapping[int, Collection[int]] | None = None,
     ) -> CostTable:
-        """The costs as a table: one number per stage each, or a row by action index.
-
-        Arguments:
-            num_indices: of a batch; if given, a row must have as many numbers, or num_batches times as many.
-            as_one: by stage, the indices of I that run with their W as one backward.
-
-        Raises ValueError for costs of another number of stages, or of indices.
-        """
+        """The costs as a table: one number per stage each, or a row by action index. `num_indices`: of a batch; if
+        given, a row must have as many numbers, or num_batches times as many. `as_one`: by stage, the indices of I that
+        run with their W as one backward. Raises ValueError for costs of another number of stages, or of indices."""
         missing = [stages for stages, _ in self.tied if stages[-1] >= num_stages]
         if missing:
             raise ValueError(f"tied={missing[0]}: expected stages below {num_stages}")

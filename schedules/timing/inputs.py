@@ -137,12 +137,10 @@ def calibrate(
     """Costs and links with these inputs in place of their own.
 
     Where I and W of a stage were measured, B becomes their sum. Where only B was measured and the schedule splits no
-    backward of the stage, I and W keep their shares of it.
-
-    Arguments:
-        queueing: whether messages and sums still queue on links and cards. Measured messages include the queueing of
-            their own step: to reproduce that step nothing may queue. For other orders of the same work they do queue,
-            and the routes of a `PlaceNetwork` become slower by the mean ratio over the messages between two places.
+    backward of the stage, I and W keep their shares of it. `queueing`: whether messages and sums still queue on links
+    and cards. Measured messages include the queueing of their own step: to reproduce that step nothing may queue. For
+    other orders of the same work they do queue, and the routes of a `PlaceNetwork` become slower by the mean ratio over
+    the messages between two places.
     """
     found = _with_costs(schedule, costs, links, seen)
     messages = {(each.at[0], each.at[1]): seconds for each, seconds in seen.items() if each.kind == "message"}
@@ -269,7 +267,6 @@ def _with_sums(links: Links, seen: Values, *, queueing: bool) -> Links:
 
 
 def action_input(schedule: Schedule, op: Op, stage: int, rank: int) -> Input:
-    """The input for an op of a stage on this rank."""
     at = (stage,) if len(schedule.owners[stage]) == 1 else (stage, rank)
     return Input(Cause.COMPUTE, op.value, at)
 

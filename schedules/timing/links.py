@@ -83,7 +83,6 @@ class LinkLevel:
                 raise ValueError(f"{name}={value!r}: expected a whole number, at least 1")
 
     def way(self, src: int, dst: int) -> Link:
-        """The link from rank to rank."""
         if self.ranks_per_card is None:
             return Link(latency=self.latency, seconds_per_byte=self.seconds_per_byte)
         sending, receiving = ((self.num_ranks, rank // self.ranks_per_card) for rank in (src, dst))
@@ -215,7 +214,6 @@ class Links:
         return replace(self, network=replace(self.network, places=tuple(map(tuple, places))))
 
     def way(self, src: int, dst: int) -> Link:
-        """The link from rank `src` to rank `dst`; ValueError if there is none."""
         match self.network:
             case Link():
                 return self.network

@@ -70,12 +70,9 @@ def durations_of_transfers(
     timelines: Sequence[Timeline], busy: Sequence[Mapping[Action, float]]
 ) -> Iterator[tuple[int, str, tuple[int, ...], float]]:
     """Messages, sums and norms of measured steps one by one: the step's number, "messages", "sums" or "norm", the
-    stages that the message leaves or whose gradients are summed, seconds, which rounding may make negative.
-
-    Arguments:
-        busy: by timeline, the seconds of each action with the overhead after it, which is not part of its message; for
-            a missing action the median overhead.
-    """
+    stages that the message leaves or whose gradients are summed, seconds, which rounding may make negative. `busy`: by
+    timeline, the seconds of each action with the overhead after it, which is not part of its message; for a missing
+    action the median overhead."""
     between = _overheads(timelines, None)
     for number, (timeline, seconds_of) in enumerate(zip(timelines, busy, strict=True)):
         took = {span.what: span.end - span.start for trace in timeline.ranks for span in trace.compute}

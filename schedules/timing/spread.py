@@ -92,9 +92,7 @@ class Spread:
     @classmethod
     def of_half_ranges(cls, stages: Sequence[float]) -> Spread:
         """A spread of single actions, equal for all of a stage; steps do not vary: all that a profile measures.
-
-        Arguments:
-            stages: [S] half the interquartile range of an action's seconds over their median.
+        `stages`: [S] half the interquartile range of an action's seconds over their median.
 
         >>> spread = Spread.of_half_ranges([0.1])
         >>> quarter = len(spread.actions[Op.F][0]) // 4
@@ -107,7 +105,6 @@ class Spread:
         return cls(actions=dict.fromkeys((Op.F, Op.B, Op.I, Op.W), own))
 
     def to_json(self) -> str:
-        """One JSON object."""
         actions, *steps = ({op.value: stages for op, stages in each.items()} for each in (self.actions, *self.steps))
         others = {name: getattr(self, name) for name in (*_TRANSFERS, "step_messages")}
         return json.dumps({"actions": actions, "steps": steps, **others})

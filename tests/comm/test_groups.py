@@ -65,7 +65,6 @@ def test_ranks_along_the_pipeline(mesh: Any, world: World, wanted: int | None, s
         ({"pipe": 4, "data": 2}, FOUR, None, r'asks for 8 ranks .* has 4: expected mesh=\{"pipe": 2, "data": 2\}'),
         ({"pipe": True}, ALONE, None, r"mesh axis 'pipe' has size True: expected a whole number, at least 1"),
         ({"pip": 2}, ALONE, None, r"mesh axis 'pip': expected one of pipe, data, context, expert, tensor"),
-        ([2], ALONE, None, r'mesh=\[2\]: expected sizes by axis, as in mesh=\{"pipe": 1\}'),
     ],
 )
 def test_a_mesh_that_does_not_fit(mesh: Any, world: World, wanted: int | None, message: str) -> None:

@@ -85,16 +85,13 @@ def test_bad_json(text: str, message: str) -> None:
         Profile.from_json(text, source="p.json")
 
 
-def test_bad_profiles() -> None:
+def test_bad_profiles_and_cycles_in_the_direction_of_their_edges() -> None:
     with pytest.raises(ValueError, match="node 'a' is listed twice"):
         Profile(nodes=(node("a"), node("a")))
     with pytest.raises(ValueError, match="node a: stash_bytes: -1: expected a finite number of at least 0"):
         node("a", stash_bytes=-1)
     with pytest.raises(ValueError, match="expected text that is not empty"):
         node("")
-
-
-def test_cycle_is_printed_in_the_direction_of_its_edges() -> None:
     edges = (("a", "b"), ("b", "c"), ("c", "d"), ("d", "b"))
     with pytest.raises(ValueError, match="the edges form a cycle: ") as error:
         Profile(nodes=tuple(node(name) for name in "abcd"), edges=edges)
@@ -155,19 +152,13 @@ def test_files_from_before_these_figures_are_still_read() -> None:
     assert (profile.action_seconds, profile.around_seconds) == (0, 0)
 
 
-def test_the_sum_of_the_parts_over_the_whole() -> None:
+def test_sums_over_the_nodes() -> None:
     assert MEASURED.parts_seconds == 6
     assert MEASURED.parts_over_step == pytest.approx(0.2)
-
-
-def test_holdings_by_data_structure() -> None:
-    held = MEASURED.holdings(in_flight=3)
+    held = MEASURED.holdings()
     assert (held.parameters, held.gradients, held.optimizer) == (30, 30, 60)
-    assert (held.activations, held.workspace, held.buffers) == (21, 7, 1)
-    assert held.total == 149
-    assert MEASURED.holdings(["b"]).total == 20 + 20 + 40 + 4 + 2
-    with pytest.raises(ValueError, match="node 'z' is not in the profile: expected names of its nodes"):
-        MEASURED.holdings(["a", "z"])
+    assert (held.activations, held.workspace, held.buffers) == (7, 7, 1)
+    assert held.total == 135
 
 
 def test_typical_seconds_add_up_to_what_the_whole_took_on_average() -> None:

@@ -41,7 +41,6 @@ class Flow:
         self.position = {call: i for i, call in enumerate(self.order)}  # of each of these in `order`
 
     def unit_calls(self) -> list[tuple[int, UnitCall]]:
-        """Calls of units, with their positions."""
         calls = self.record.calls
         return [(i, call) for i, number in enumerate(self.order) if isinstance(call := calls[number], UnitCall)]
 

@@ -40,12 +40,8 @@ _LOOK_UPS = {nn.Module.__getattr__.__code__, nn.Module.__setattr__.__code__, nn.
 
 
 class CodeReads:
-    """Reads of one forward, outside of the calls that stages make.
-
-    Arguments:
-        opened: the modules whose code is recorded, by path.
-        is_within_call: whether a unit or a function of torch is under way, which a stage calls again.
-    """
+    """Reads of one forward, outside of the calls that stages make. `opened`: the modules whose code is recorded, by
+    path. `is_within_call`: whether a unit or a function of torch is under way, which a stage calls again."""
 
     def __init__(self, opened: dict[str, nn.Module], *, is_within_call: Callable[[], bool]) -> None:
         self.opened = opened
@@ -131,14 +127,11 @@ class CodeReads:
 
     def _getting_variable(self, original: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
         def get(environ: Any, key: str) -> str:
-            if self._is_seen():
+            if not self._is_within_call() and threading.get_ident() == self._thread:
                 self.environ.add(key)
             return original(environ, key)
 
         return get
-
-    def _is_seen(self) -> bool:
-        return not self._is_within_call() and threading.get_ident() == self._thread
 
     def _called(self, frame: FrameType, event: str, called: Any) -> None:
         code = frame.f_code

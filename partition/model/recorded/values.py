@@ -230,11 +230,7 @@ def _leaves(function: Any, value: Any) -> Iterable[Any]:
 
 
 class Draws:
-    """Numbers of what may draw, in the order of the calls.
-
-    Arguments:
-        join: called with two calls that draw numbers of one unit.
-    """
+    """Numbers of what may draw, in the order of calls. `join`: called with two calls that draw numbers of one unit."""
 
     def __init__(self, join: Callable[[int, int, str], None]) -> None:
         self.drew = False  # whether torch's generators were drawn from since it was last set to False
