@@ -45,7 +45,6 @@ class Process:
         return cls(process=process, **own)
 
     def read(self, stream: IO[bytes] | None, reader: Callable[[IO[bytes]], object]) -> None:
-        """Read one of its streams in a thread."""
         self.readers.append(threading.Thread(target=reader, args=(stream,), daemon=True))
         self.readers[-1].start()
 

@@ -156,7 +156,6 @@ def ascending_owners(placement: Sequence[Sequence[int]]) -> tuple[tuple[int, ...
 
 
 def read_placed(placement: Any) -> tuple[tuple[int, ...], ...]:
-    """The stages of each rank, in tuples."""
     if isinstance(placement, tuple) and all(isinstance(stages, tuple) for stages in placement):
         return placement
     try:

@@ -56,8 +56,6 @@ class CompareOptions(TimelinePictureOptions, CostOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two sides."""
-
     name: str
     caption: str  # of the compared timeline: "simulated", "measured, step 43"
     timeline: Timeline

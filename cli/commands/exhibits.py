@@ -142,7 +142,6 @@ _ALL_OPTIONS = frozenset(_typed(each.name) for each in fields(CostOptions))
 
 
 def takes_options(source: str) -> frozenset[str]:
-    """Options that the source uses."""
     path = Path(source)
     if path.is_file():
         _, data = _load(path)

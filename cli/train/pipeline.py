@@ -83,7 +83,6 @@ def own_microbatches(pipe: PipelineModule, options: TrainOptions) -> int:
 
 
 def check_samples(batch: Batch, *, num_microbatches: int, task: Task) -> None:
-    """Raise ValueError for a batch with fewer samples than microbatches."""
     if batch.num_samples < num_microbatches:
         raise ValueError(
             f"{task.source} gives a batch of {batch.num_samples} for {count(num_microbatches, 'microbatch')}: one "

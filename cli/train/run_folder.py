@@ -337,8 +337,6 @@ MAY_DIFFER = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """One resume of a run."""
-
     step: int  # number of the first step after it
     lost_steps: int  # number of steps that run again
     started: str  # local time, ISO 8601

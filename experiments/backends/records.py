@@ -63,8 +63,6 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Outcome of a run."""
-
     status: int  # exit status of the run, 0 for success
     timed_out: bool = False  # whether the time limit ended it
     report: str = ""  # for the user: why it failed, or how it differs from the request; else empty

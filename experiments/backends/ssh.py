@@ -88,7 +88,6 @@ class SshBackend:
         return run_nodes(starts, work, nodes, address=address, say=self._say)
 
     def command(self, host: RemoteHost) -> tuple[str, ...]:
-        """Command line that runs the starter on a host."""
         starter = f"exec {shlex.quote(host.python)} -P -m stagewright.experiments.backends.node"
         return (*self._ssh(host), starter)
 

@@ -175,7 +175,6 @@ class Shares:
         return self._most_of_least(wanted) if shares is None else shares
 
     def _for_least_money(self, least: Floats) -> Floats | None:
-        """Shares of least cost with these rates; None: there are none."""
         money = (self.prices * self.devices[:, None]).ravel()
         found = self._solve(money, least=(np.zeros_like(least), least * (1 - _SLACK)))
         return None if found is None else found.reshape(self.rates.shape)

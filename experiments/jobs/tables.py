@@ -185,7 +185,6 @@ def cells(
 
 
 def fall_together(what: str, keys: Sequence[str], cases: Iterable[Case]) -> None:
-    """Raise ValueError for cases with equal values of `keys`."""
     firsts: dict[Case, Case] = {}
     for case in cases:
         first = firsts.setdefault(case.only(keys), case)

@@ -34,8 +34,6 @@ WARM_UP_STEPS = 2
 
 
 class Side(Protocol):
-    """One side of a comparison."""
-
     loss: float | None  # of the last step; None on ranks without it
 
     def step(self) -> object:

@@ -82,7 +82,6 @@ class Setting:
 
     @classmethod
     def of(cls, values: Mapping[str, object]) -> Setting:
-        """Setting with these values. Raises ValueError for an unknown key."""
         known = [field.name for field in fields(cls)]
         unknown = [key for key in values if key not in known]
         if unknown:

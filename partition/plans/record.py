@@ -159,7 +159,6 @@ class Searched:
 
     @classmethod
     def of_all(cls, every: Sequence[Searched]) -> Searched:
-        """Several searches as one."""
         left = [each.least_left for each in every if each.least_left is not None]
         counts = ("considered", "cut", "simulated", "unfit", "too_long")
         return cls(

@@ -102,7 +102,6 @@ def unpack(message: Tensors) -> Gradients:
 
 
 def float16_gradients(outputs: Sequence[torch.Tensor], names: Mapping[int, str]) -> str | None:
-    """Description of a gradient in float16 in the graph of these outputs; None: there is none."""
     pending: list[Any] = [x.grad_fn for x in outputs if x.grad_fn is not None]
     seen = set(pending)
     while pending:

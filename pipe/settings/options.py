@@ -351,7 +351,6 @@ _INSTEAD["ReplicateModule"] = _DDP
 
 
 def check_model(model: nn.Module | None, stages: Sequence[nn.Module] | None, cut: Sequence[str] | None) -> None:
-    """Raises ValueError unless there is a model or a list of stages, with names to cut at only for a model."""
     if (model is None) == (stages is None):
         raise ValueError("expected a model, or a list of modules, one per stage: PipelineModule(model, ...)")
     if stages is not None and cut is not None:

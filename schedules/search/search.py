@@ -71,7 +71,6 @@ class OrderingSearch:
         self._policies: list[tuple[float, int, Policy]] = []
 
     def run(self, starts: Sequence[Orders] = (), policies: Sequence[Policy] = ()) -> Orders:
-        """The best orders that it finds, from the given starts and policies."""
         try:
             self._begin(starts, policies)
             while True:
