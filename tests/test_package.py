@@ -277,7 +277,7 @@ def test_tests_import_packages_alone_and_the_rest_from_one_place():
     assert {path: names for path, names in found.items() if names and path != Path("support/inside.py")} == {}
 
 
-def test_records_are_shown_in_a_line() -> None:
+def test_records_and_steps_are_shown_in_a_line() -> None:
     schedule = build("interleaved", num_ranks=2, num_microbatches=4)
     nodes = [Node(name=name, forward_seconds=0.01, backward_seconds=0.02) for name in "ab"]
     profile = Profile(nodes=nodes, microbatch_size=2)
@@ -299,9 +299,6 @@ def test_records_are_shown_in_a_line() -> None:
         "output={'logits': Tensor[3, 2], 'n': 1})",
     }
     assert list(shown) == list(shown.values())
-
-
-def test_a_step_shows_what_is_known() -> None:
     result = StepResult(loss=0.5, loss_step=3, _timeline=lambda: pytest.fail("not asked for"))
     assert repr(result) == "StepResult(loss=0.5, loss_step=3, grad_norm=None, skipped=False)"
     late = replace(result, loss=None, loss_step=None)

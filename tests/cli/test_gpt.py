@@ -165,14 +165,11 @@ def test_validation_windows_are_fixed_and_cover_the_text_from_end_to_end(tmp_pat
     assert [b.tokens.shape for b in short] == [(3, 99), (3, 99)]
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_texts_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read the text file '.*nowhere\.txt': No such file"):
         load_corpus([tmp_path / "nowhere.txt"])
     with pytest.raises(ValueError, match="Is a directory"):
         load_corpus([tmp_path])
-
-
-def test_a_text_that_is_too_short_says_how_long_it_must_be(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_bytes(b"x" * 400)
     with pytest.raises(ValueError, match=r"short\.txt: 20 bytes of validation text.*more than 32 bytes"):

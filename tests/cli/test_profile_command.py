@@ -95,14 +95,12 @@ def test_nodes_that_were_timed_as_one_make_a_row() -> None:
     assert len(folded(CHAIN.nodes)) == 4  # not measured here: equal figures mean nothing
 
 
-def test_what_recomputation_costs_and_saves() -> None:
+def test_the_summary_tells_recomputation_and_a_busy_machine() -> None:
     text = "\n".join(summary(CHAIN))
     assert "F 4.00 s, B 8.00 s" in text
     assert "4.00 s more a microbatch (F again, 33% of F + B)" in text
     assert "whole step" not in text
 
-
-def test_a_busy_machine_is_told() -> None:
     def text(spread: float) -> str:
         return "\n".join(summary(replace(CHAIN, step_seconds=10.0, step_spread=spread)))
 

@@ -115,7 +115,7 @@ def test_steps_that_another_version_wrote_are_kept_and_named(tmp_path: Path) -> 
     folder.close()
 
 
-def test_a_full_disk_is_told_and_leaves_no_torn_line(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_and_leaves_no_torn_line_and_no_half_summary(tmp_path: Path) -> None:
     folder = RunFolder.create(manifest("one"), root=tmp_path)
     folder.log(METRICS)
     path = folder.path / "metrics.jsonl"
@@ -127,10 +127,7 @@ def test_a_full_disk_is_told_and_leaves_no_torn_line(tmp_path: Path) -> None:
     assert path.read_text() == 2 * line
     folder.log(METRICS)
     assert path.read_text() == 3 * line
-
-
-def test_a_full_disk_leaves_no_half_summary(tmp_path: Path) -> None:
-    folder = RunFolder.create(manifest("one"), root=tmp_path)
+    folder = RunFolder.create(manifest("two"), root=tmp_path)
     with disk_with_room_for(20), pytest.raises(ValueError, match=r"cannot write .*plan\.json: "):
         folder.write_plan("x" * 100)
     assert sorted(path.name for path in folder.path.iterdir()) == [".writer", "manifest.json"]  # the lock, and no half

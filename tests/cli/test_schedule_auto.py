@@ -16,7 +16,7 @@ SMALL = ["schedule", "auto", "--ranks", "4", "--microbatches", "8", "--seconds",
 COSTS = ["--forward", "10", "--input-grad", "11", "--weight-grad", "7", "--memory", "4", "--objective", "span"]
 
 
-def test_for_people(cli: Cli) -> None:
+def test_for_people_and_as_one_json_object(cli: Cli) -> None:
     """The grid, the figures, the bound and when each improvement was found; progress stays off standard output."""
     out = cli.text(*SMALL, *COSTS)
     assert out.startswith("rank 0 | F0 F1 F2 F3 ")
@@ -25,9 +25,6 @@ def test_for_people(cli: Cli) -> None:
     assert "least span under this memory limit, whatever the order: 266" in out
     assert "       after     orders          span       gap  found by" in out
     assert "266 s, at most 0.00% above the best possible" in cli.told
-
-
-def test_one_json_object(cli: Cli) -> None:
     answer = cli.json(*SMALL, *COSTS)
     assert set(answer) == {"schedule", "figures", "search", "written"}
     assert answer["search"]["value"] == answer["search"]["lower_bound"] == 266

@@ -52,18 +52,14 @@ def test_the_learning_rate_goes_up_and_down_and_never_to_zero() -> None:
     assert min(rates) > 0
 
 
-def test_decay_pulls_at_matrices_only() -> None:
+def test_decay_pulls_at_matrices_which_muon_takes() -> None:
     model = GPT(GPTConfig(layers=1, width=16, heads=2, length=8))
     muon, adamw = make_optimizer(lr=0.1)(list(model.named_parameters()))
     matrices, others = adamw.param_groups
     assert (muon, {p.ndim for p in matrices["params"]}, {p.ndim for p in others["params"]}) == (None, {2}, {1})
     assert others["weight_decay"] == 0.0
     assert len(matrices["params"]) + len(others["params"]) == len(list(model.parameters()))
-
-
-def test_muon_takes_the_matrices_of_the_blocks() -> None:
-    """Steps of both are as long: 0.2 of the rate for a matrix of any shape."""
-    model = GPT(GPTConfig(layers=1, width=16, heads=2, length=8))
+    # Steps of both are as long: 0.2 of the rate for a matrix of any shape.
     muon, adamw = make_optimizer("muon", lr=0.01)(list(model.named_parameters()))
     inner = {id(p) for group in muon.param_groups for p in group["params"]}
     names = [name for name, p in model.named_parameters() if id(p) in inner]

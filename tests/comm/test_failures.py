@@ -210,16 +210,13 @@ def test_a_failure_ends_the_run_on_this_rank_and_lets_the_others_go() -> None:
     assert "rank 1 failed: KeyError: 'mine'" in str(first.explain(lost(1)))  # not what came after it
 
 
-def test_a_lost_connection_is_raised_with_its_cause() -> None:
+def test_a_lost_connection_and_a_keyboard_interrupt_are_told_with_their_cause() -> None:
     first, second = boards(2)
     first.write(ValueError("theirs"))
     message = r"lost .*\ncause: rank 0 failed: ValueError: theirs"
     with pytest.raises(PeerLost, match=message) as error, Guard(second).together():
         raise lost(0)
     assert isinstance(error.value.__cause__, PeerLost)
-
-
-def test_a_keyboard_interrupt_is_told_too() -> None:
     first, second = boards(2)
     with pytest.raises(KeyboardInterrupt), Guard(second).together():
         raise KeyboardInterrupt

@@ -137,16 +137,13 @@ def test_messages_leave_in_order_once_they_are_copied() -> None:
     inner.close.assert_called_once()
 
 
-def test_a_send_that_fails_is_told_at_the_end_of_the_program() -> None:
+def test_nothing_leaves_after_an_abort_and_a_send_that_fails_is_told() -> None:
     transport, inner, side = late()
     inner.send.side_effect = PeerLost("gone", peers=[1])
     transport.send(act(0), 1, [torch.ones(1)], [TensorSpec.of(torch.ones(1))])
     side.gates[0].set()
     with pytest.raises(PeerLost, match="gone"):
         transport.end_of_program()
-
-
-def test_nothing_leaves_after_an_abort() -> None:
     transport, inner, side = late()
     for index in range(2):
         transport.send(act(index), 1, [torch.ones(1)], [TensorSpec.of(torch.ones(1))])
@@ -181,14 +178,11 @@ def backends(
         return list(pool.map(choose, range(len(uuids))))
 
 
-def test_nccl_unless_two_processes_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_unless_processes_share_a_device_or_the_variable_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends("abc", monkeypatch) == [("nccl", [], False)] * 3
     assert backends("aba", monkeypatch) == [("gloo", [0, 2], True)] * 3
     assert backends("aba", monkeypatch, CPU) == [("gloo", [], False)] * 3
     assert backends("abc", monkeypatch, **{BACKEND: "gloo"}) == [("gloo", [], True)] * 3
-
-
-def test_what_does_not_go_together_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     message = r"STAGEWRIGHT_BACKEND=nccl, and the ranks 0, 2 use one device: expected one device per process, .*gloo"
     with pytest.raises(ValueError, match=message):
         backends("aba", monkeypatch, **{BACKEND: "nccl"})

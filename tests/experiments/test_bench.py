@@ -109,17 +109,11 @@ def test_a_line_is_all_repetitions_of_a_figure_and_its_verdict():
     first, second = lines_of(figures, ["gpt", "overhead-1f1b"])
     assert (first.case, first.verdict, first.origin) == ("overhead-1f1b", "ok", "measured")  # as the cases stand
     assert (second.value, second.verdict) == (Spread(median=1.1, low=0.9, high=1.3), "missed")
-
-
-def test_an_error_counts_on_either_side():
     keys = {"predicted": "planned"}
     figures = ratio("planned-run", -0.2, 0.01, -0.06, target=Target(limit=0.05), **keys)
     (line,) = lines_of([replace(figure, unit="error") for figure in figures], ["planned-run"])
     assert line.value == Spread(median=0.06, low=0.01, high=0.2)
     assert (line.origin, line.verdict) == ("planned / measured", "missed")
-
-
-def test_the_slowest_variant_of_a_problem_counts():
     by_default = ratio("partitioner", 0.01, variant="default", target=Target(limit=0.02))
     slow = ratio("partitioner", 0.03, 0.02, 0.05, variant="pipedream", target=Target(limit=0.02))
     (line,) = lines_of([*by_default, *slow], ["partitioner"])

@@ -334,7 +334,7 @@ def test_runners_up_that_differ_in_the_devices_alone_are_named_once(pipeline: in
     assert (found.replicas, found.simulated_step_time) not in [(row[1], row[3]) for row in rows]
 
 
-def test_memory_of_each_kind() -> None:
+def test_memory_of_each_kind_and_idle_devices_that_are_the_slow_ones() -> None:
     kinds = (DeviceKind(name="small", memory_bytes=10.0), DeviceKind(name="big", memory_bytes=100.0))
     levels = (Level(name="a", size=1, bandwidth=1e9), Level(name="b", size=2, bandwidth=1e9))
     cluster = Cluster(levels=levels, kinds=kinds, nodes=("small", "big"))
@@ -342,13 +342,10 @@ def test_memory_of_each_kind() -> None:
         Node(name="a", forward_seconds=1, backward_seconds=1, parameter_bytes=20),
         Node(name="b", forward_seconds=1, backward_seconds=1, parameter_bytes=2),
     )
-    plan = partition(Profile(nodes=nodes), cluster)
-    assert [(stage.nodes, stage.ranks) for stage in plan.stages] == [(("a",), (1,)), (("b",), (0,))]
+    found = partition(Profile(nodes=nodes), cluster)
+    assert [(stage.nodes, stage.ranks) for stage in found.stages] == [(("a",), (1,)), (("b",), (0,))]
     with pytest.raises(ValueError, match=r"node 'a' needs 120 bytes on a device of 100, 20 too many"):
         partition(Profile(nodes=(Node(name="a", forward_seconds=1, backward_seconds=1, parameter_bytes=30),)), cluster)
-
-
-def test_idle_devices_are_the_slow_ones() -> None:
     profile = Profile(nodes=(Node(name="a", forward_seconds=1, backward_seconds=2),))
     plan = partition(profile, cluster_of((1.0, 2.0, 1.0)), straight=True)
     assert (plan.stages[0].ranks, plan.bottleneck) == ((1,), 1.5)
@@ -410,14 +407,11 @@ def test_every_order_of_devices_is_one_of_these_but_for_an_exchange_of_equal_gro
     assert device_orders(cluster, len(orders) - 1) == []
 
 
-def test_nodes_of_several_kinds_are_not_exchanged_and_shared_cards_neither() -> None:
+def test_orders_along_other_levels_and_of_nodes_of_several_kinds() -> None:
     cluster = cluster_of((1.0, 2.0))
     assert len(device_orders(cluster, 1000)) == 2 * len(device_orders(cluster_of((1.0, 1.0)), 1000))
     level = Level(name="net", size=2, bandwidth=1.0, devices_per_card=2)
     assert device_orders(Cluster(levels=(Level(name="in", size=4, bandwidth=9.0), level)), 1000) == []
-
-
-def test_orders_along_other_levels() -> None:
     assert level_orders(Cluster.from_levels([(3, 2.0), (2, 1.0)])) == [(0, 3, 1, 4, 2, 5)]
     assert level_orders(Cluster.from_levels([(4, 2.0)])) == level_orders(cluster_of((1.0, 1.0))) == []
     assert (0, 2, 1, 3, 4, 6, 5, 7) in level_orders(Cluster.from_levels([(2, 4.0), (2, 2.0), (2, 1.0)]))

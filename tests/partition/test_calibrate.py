@@ -69,7 +69,7 @@ def test_rows_that_contradict_each_other_fit_nothing() -> None:
     assert {*found.left_out} == {NO_FIT, SCALE, MORE}
 
 
-def test_few_rows_fit_the_scale_alone() -> None:
+def test_few_rows_fit_the_scale_alone_and_slow_runs_move_little() -> None:
     for number in (1, 2):
         rows = steps(number, Scales(compute=0.5, links=0.5), lambda: 0.0)
         found = calibrate(closed_form, rows, Scales())
@@ -81,10 +81,7 @@ def test_few_rows_fit_the_scale_alone() -> None:
         calibrate(closed_form, [], Scales())
     with pytest.raises(ValueError, match=r"rows\[0\].seconds: 0: expected a finite number above 0"):
         calibrate(closed_form, [Step(1.0, 1.0, 0)], Scales())
-
-
-def test_slow_runs_move_little() -> None:
-    """Two of seven took ten times as long: each of the others is predicted by the rest as if they had not."""
+    # Two of seven took ten times as long: each of the others is predicted by the rest as if they had not.
     rows = steps(7, Scales(compute=0.7), lambda: 0.0, links=0.0)
     for at in (1, 3):
         rows[at] = rows[at]._replace(seconds=10 * rows[at].seconds)
@@ -93,18 +90,15 @@ def test_slow_runs_move_little() -> None:
         assert found.left_out[SCALE][at] == pytest.approx(rows[at].seconds, rel=0.02)
 
 
-def test_left_out_rows_are_predicted_by_the_others() -> None:
+def test_left_out_rows_are_predicted_by_rows_of_other_plans() -> None:
     """Two rows whose middle is their mean, and one that took twice as long: what the two say of it, by hand."""
     rows = [Step(1.0, 0.0, 2.0), Step(2.0, 0.0, 4.0), Step(4.0, 0.0, 16.0)]
     found = calibrate(closed_form, rows, Scales())
     assert found.left_out[SCALE][2] == pytest.approx(8.0, rel=1e-3)
     assert found.left_out[SCALE][0] == pytest.approx(8**0.5, rel=1e-3)
     assert found.left_out[NO_FIT] == (1.0, 2.0, 4.0)
-
-
-def test_a_plan_measured_again_does_not_vouch_for_itself() -> None:
-    """Four runs of one plan: nothing to judge by. With other plans each is left out with its own runs, which would
-    predict it exactly."""
+    # Four runs of one plan: nothing to judge by. With other plans each is left out with its own runs, which would
+    # predict it exactly.
     same = [Step(1.0, 0.0, 2.0)] * 4
     assert calibrate(closed_form, same, Scales()).left_out == {}
     assert calibrate(closed_form, [*same, Step(2.0, 0.0, 2.0)], Scales()).choice == NO_FIT

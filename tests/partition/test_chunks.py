@@ -83,15 +83,12 @@ def test_short_stages_alone_say_the_same(work: list[tuple[int, int, int]], memor
         assert even_ends({1: model}, place, in_flight, c, reach=reach) == every
 
 
-def test_no_cut_fits() -> None:
+def test_where_no_cut_fits_and_which_stages_are_equal_or_neighbours() -> None:
     cuts = all_cuts(chain([1, 1]))
     assert even_stages(lambda s: np.full((3, 2), np.inf), 2, 3) is None
     assert equal_stages(cuts, 3) is None
     assert all_stages(cuts.inside, 3, limit=9) == []
     assert all_stages(all_cuts(chain([1] * 9)).inside, 4, limit=9) is None
-
-
-def test_equal_stages_and_neighbours() -> None:
     cuts = all_cuts(chain([1] * 6))
     assert equal_stages(cuts, 3) == (0, 2, 4, 6)
     assert list(neighbours(cuts, (0, 2, 4, 6), reach=1)) == [(0, 1, 4, 6), (0, 3, 4, 6), (0, 2, 3, 6), (0, 2, 5, 6)]

@@ -14,7 +14,7 @@ from stagewright.partition import Cluster, DeviceKind, Level, Node, Profile
 from .small import ring
 
 
-def test_short_form() -> None:
+def test_the_short_form_and_json_there_and_back() -> None:
     cluster = Cluster.parse("4x8:nvlink=300GB/s@2us,net=100Gbit/s@1.5ms:80GiB")
     assert cluster.levels == (
         Level(name="nvlink", size=8, bandwidth=300e9, latency=2e-6),
@@ -23,9 +23,6 @@ def test_short_form() -> None:
     assert cluster.num_devices == 32
     assert cluster.used_kinds[0].memory_bytes == 80 * 2**30
     assert Cluster.parse("2:net=1e3MB/s").levels[0].bandwidth == 1e9
-
-
-def test_json_there_and_back() -> None:
     cluster = Cluster(
         levels=(
             Level(name="a", size=2, bandwidth=1.0),
@@ -84,7 +81,7 @@ def test_bad_json(fields: dict, message: str) -> None:
         Cluster.from_json(json.dumps({**GOOD, **fields}), source="c.json")
 
 
-def test_sums_may_be_slower_than_messages() -> None:
+def test_sums_may_be_slower_than_messages_or_in_one_ring() -> None:
     levels = (Level(name="in", size=2, bandwidth=8.0, reduce_bandwidth=2.0), Level(name="out", size=2, bandwidth=4.0))
     cluster = Cluster(levels=levels)
     assert (cluster.path_bandwidths, cluster.ring_bandwidths) == ((8.0, 4.0), (2.0, 2.0))
@@ -98,9 +95,6 @@ def test_sums_may_be_slower_than_messages() -> None:
     assert Cluster.from_json(steps.to_json()) == steps
     with pytest.raises(ValueError, match="level 'in': reduce_latency: -1: expected a finite number of at least 0"):
         Level(name="in", size=2, bandwidth=8.0, reduce_latency=-1)
-
-
-def test_sums_in_one_ring() -> None:
     for text in ("2x2:in=1GB/s,out=1MB/s:flat", "2x2:in=1GB/s,out=1MB/s:4GB:flat"):
         flat = Cluster.parse(text)
         assert flat == replace(Cluster.parse(text.removesuffix(":flat")), rings="flat")
@@ -129,40 +123,30 @@ def profile(factor: float) -> Profile:
     return replace(CHAIN, nodes=tuple(nodes))
 
 
-def test_hosts_of_other_speeds_are_kinds() -> None:
+def test_hosts_of_other_speeds_are_kinds_as_far_as_profiles_say() -> None:
     cluster = Cluster.parse("3x2:host=10GB/s,network=1GB/s")
     found = with_host_speeds(cluster, PAIRS, [profile(1), profile(2), profile(1.02)])
     assert found.nodes == ("device 0", "device 1", "device 0")
     assert [kind.speed for kind in found.kinds] == [1.0, 0.5]
     assert found.levels == cluster.levels
-
-
-def test_each_rank_is_a_node_where_hosts_are_no_groups() -> None:
-    """One rank a host; one and two ranks; hosts whose ranks are not neighbours."""
+    # One rank a host; one and two ranks; hosts whose ranks are not neighbours.
     for hosts, nodes in ((((0,), (1,)), "01"), (((0,), (1, 2)), "011"), (((0, 2), (1, 3)), "0101")):
         cluster = Cluster.parse(f"{len(nodes)}:network=1GB/s")
         found = with_host_speeds(cluster, hosts, [profile(1), profile(0.5)])
         assert [level.size for level in found.levels] == [1, len(nodes)]
         assert found.nodes == tuple(f"device {kind}" for kind in nodes)
         assert [kind.speed for kind in found.kinds] == [1.0, 2.0]
-
-
-def test_what_profiles_cannot_say_is_refused() -> None:
-    cluster = Cluster.parse("3x2:host=10GB/s,network=1GB/s")
     with pytest.raises(ValueError, match=r"--profiles a: 1 for 3 hosts \(of ranks 0, 1; 2, 3; 4, 5\): expected one a"):
         with_host_speeds(cluster, PAIRS, [profile(1)], names=("a",))
     other = replace(CHAIN, microbatch_size=4)
     with pytest.raises(ValueError, match="b: another model or microbatch than a"):
         with_host_speeds(Cluster.parse("2:network=1GB/s"), ((0,), (1,)), [CHAIN, other], names=("a", "b"))
-
-
-def test_what_steps_vary_by_is_no_other_speed() -> None:
     profiles = [profile(1), profile(1.25), profile(2)]
     assert host_speeds(profiles) == (1.0, 0.8, 0.5)
     assert host_speeds([replace(profiles[0], step_spread=0.3), *profiles[1:]]) == (1.0, 1.0, 0.5)
 
 
-def test_messages_between_ranks() -> None:
+def test_messages_between_ranks_and_over_a_slow_network_card() -> None:
     topology = Topology(Cluster.parse("2x4:in=10B/s@1s,out=2B/s@3s"))
     near, far = topology.between((0,), (1,), tensor=1), topology.between((0, 1), (4, 5), tensor=1)
     assert (near.seconds(20), far.seconds(20)) == (3.0, 13.0)
@@ -171,9 +155,6 @@ def test_messages_between_ranks() -> None:
     assert topology.ring(range(4)).seconds(20) == pytest.approx(6 * 1 + 6 / 4 * 2)
     slow_inside = Topology(Cluster.parse("2x4:in=10B/s@3s,out=2B/s@1s"))  # a message goes through both
     assert slow_inside.between((0,), (4,), tensor=1).seconds(20) == 13.0
-
-
-def test_a_slow_network_card() -> None:
     kinds = (DeviceKind(name="fast"), DeviceKind(name="slow", link_speed=0.25))
     levels = (Level(name="in", size=2, bandwidth=8.0), Level(name="out", size=2, bandwidth=4.0))
     topology = Topology(Cluster(levels=levels, kinds=kinds, nodes=("fast", "slow")))
@@ -216,7 +197,7 @@ def test_a_flat_ring_goes_at_the_pace_of_its_slowest_hop() -> None:
         assert flat.ring(members).seconds(1e5) == pytest.approx(by_levels.ring(members).seconds(1e5))
 
 
-def test_an_all_to_all_sends_every_other_rank_its_part() -> None:
+def test_exchanges_and_halves_of_sums() -> None:
     """Nothing is summed on the way: of two nodes with two ranks each, half of the bytes cross from each rank."""
     levels = (
         Level(name="in", size=2, bandwidth=8.0, latency=0.5),
@@ -234,10 +215,7 @@ def test_an_all_to_all_sends_every_other_rank_its_part() -> None:
     assert topology.all_to_all((2,)).seconds(80.0) == 0.0
     assert flat.all_to_all(range(4)).seconds(80.0) == pytest.approx(3.0 + 20 / 8 + 2 * 2 * 20 / 2)  # one card a host
     assert flat.all_to_all(range(4)).seconds(80.0, number=3) == pytest.approx(6.0 + 20 / 8 + 2 * 2 * 20 / 2)
-
-
-def test_a_reduce_scatter_and_an_all_gather_take_what_their_all_reduce_takes() -> None:
-    """Four rings of 7 hops, one of them between nodes, each with an eighth of its fourth of the bytes."""
+    # Four rings of 7 hops, one of them between nodes, each with an eighth of its fourth of the bytes.
     topology = Topology(Cluster.parse("2x4:a=8B/s@1s,b=2B/s@5s"))
     assert topology.exchange(range(8)).seconds(80.0) == pytest.approx(6 * 1 + 5 + 7 / 8 * 80 / min(8, 4 * 2))
     assert topology.exchange((0, 4)).seconds(80.0) == pytest.approx(5 + 80 / 2 / 2)
@@ -309,15 +287,12 @@ def test_groups_off_a_link_of_its_own_are_listed_once() -> None:
     assert [len(topology.groups(size)) for size in (1, 2, 8, 16)] == [8, 4, 1, 3]
 
 
-def test_a_number_goes_up_a_tree_of_nodes() -> None:
+def test_a_number_goes_up_a_tree_of_nodes_or_round_a_flat_ring_hop_by_hop() -> None:
     topology = Topology(Cluster.parse("5x4:a=8B/s@1s,b=2B/s@5s"))
     assert topology.small_sum(range(20)) == 2 * (3 * 1 + 3 * 5)
     assert topology.small_sum((0, 1, 4)) == 2 * (1 * 1 + 1 * 5)
     assert topology.small_sum((7,)) == 0
-
-
-def test_a_number_goes_round_a_flat_ring_hop_by_hop() -> None:
-    """From the last member to the first, and on to the second: each hop at the pace of its own link."""
+    # From the last member to the first, and on to the second: each hop at the pace of its own link.
     levels = (
         Level(name="host", size=2, bandwidth=1e9, latency=1e-4, message_seconds=1e-5),
         Level(name="network", size=3, bandwidth=1.25e8, latency=2e-3, reduce_latency=4e-3, message_seconds=3e-4),

@@ -183,7 +183,7 @@ def test_idle_devices_are_the_last_groups() -> None:
     assert nested.stages[0].ranks == (1,)  # the first node; a pipeline ends where its node ends
 
 
-def test_a_node_too_large_is_named() -> None:
+def test_what_is_too_large_is_named() -> None:
     nodes = (
         Node(name="small", forward_seconds=1, backward_seconds=1, parameter_bytes=10),
         Node(name="huge", forward_seconds=1, backward_seconds=1, parameter_bytes=1000, stash_bytes=5),
@@ -193,9 +193,6 @@ def test_a_node_too_large_is_named() -> None:
     ):
         partition(Profile(nodes=nodes), Cluster.from_levels([(4, 1e9)], memory_bytes=4000))
     assert partition(Profile(nodes=nodes), Cluster.from_levels([(4, 1e9)], memory_bytes=4005)).replicas
-
-
-def test_a_model_too_large_for_all_devices() -> None:
     with pytest.raises(ValueError, match=r"no cut into stages on 2 devices of 500 bytes fits: .* 1,200 bytes"):
         partition(small.chain(3, parameter_bytes=100.0), Cluster.from_levels([(2, 1e9)]), memory_limit=500)
 

@@ -228,16 +228,13 @@ def test_what_stands_in_is_laid_out_as_the_original_and_wants_a_gradient_where_i
     assert all(each is own[name] for name, each in (*module.named_parameters(), *module.named_buffers()))
 
 
-def test_what_comes_out_has_the_shapes_strides_and_graphs_of_values() -> None:
+def test_what_comes_out_has_the_shapes_strides_graphs_and_memory_of_values() -> None:
     x, value, written, changed = infer(lambda m, x: {"y": m.weight(x).t(), "n": x.detach().nonzero(), "same": x})
     assert (value["y"].shape, value["y"].stride(), value["y"].requires_grad) == ((4, 3), (1, 4), True)
     assert (value["n"].dtype, value["n"].requires_grad) == (torch.int64, False)
     assert value["same"] is x
     assert not written
     assert not changed
-
-
-def test_a_view_of_what_went_in_shares_its_memory() -> None:
     x, value, _, _ = infer(lambda m, x: (x[1:], m.mask[1:]))
     assert value[0].untyped_storage()._cdata == x.untyped_storage()._cdata
     assert value[0].requires_grad
@@ -260,11 +257,8 @@ def test_buffers_that_are_written_are_known(beside: Callable[[Any, Tensor], Any]
     assert not changed
 
 
-def test_an_argument_that_is_changed_counts_that() -> None:
+def test_changed_arguments_count_that_and_errors_of_values_are_told() -> None:
     assert infer(lambda m, x: x.mul_(2))[3]
-
-
-def test_errors_of_values_are_told_and_parameters_take_no_memory() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         infer(lambda m, x: x @ x)
     sizes = []

@@ -203,7 +203,7 @@ def test_what_one_kind_has_not_measured() -> None:
         assert split == pytest.approx(step(two_hosts(), over_both, 2, schedule="zb-h1") + 10 + 3)
 
 
-def test_links_of_one_direction() -> None:
+def test_links_of_one_direction_and_of_their_own_are_checked_and_kept() -> None:
     """Activations go from node 0 to node 1, gradients back."""
     assert step(two_hosts(ways=[(0, 1, 0.5, 0.0)]), HALVES) == 12 + 4 + 2
     assert step(two_hosts(ways=[(1, 0, 0.5, 3.0)]), HALVES) == 12 + 2 + 4 + 3
@@ -213,9 +213,6 @@ def test_links_of_one_direction() -> None:
     assert step(two_hosts(ways=[(0, 0, 2.0, 0.0)]), inside) == 12 + 2 * 1
     sums = [GivenStage("abcd", [0, 2])]
     assert step(two_hosts(ways=[(1, 0, 0.25, 3.0)]), sums, 2) == 12 + 2 * (3 + 16 / 2 / 0.25)
-
-
-def test_links_of_their_own_are_checked_and_kept() -> None:
     cluster = two_hosts(ways=[(0, 1, 0.5, 1.0)], devices_per_card=2, sends="blocking")
     assert Cluster.from_json(cluster.to_json()) == cluster
     assert cluster.reordered([1, 0]).node_links == ((1, 0, 0.5, 1.0),)
@@ -231,7 +228,7 @@ def test_links_of_their_own_are_checked_and_kept() -> None:
         two_hosts(sends="later")
 
 
-def test_devices_of_a_node_share_its_card() -> None:
+def test_a_card_is_shared_as_if_all_ranks_were_said() -> None:
     both = [GivenStage("ab", [0, 1]), GivenStage("cd", [2, 3])]
     own, shared = two_hosts(), two_hosts(devices_per_card=2)
     assert step(own, both, 2) == pytest.approx(12 + 2 * 2 + 8 / 1000)  # a ring inside moves its 8 bytes once
@@ -246,10 +243,7 @@ def test_devices_of_a_node_share_its_card() -> None:
     across = [GivenStage("ab", [0, 2]), GivenStage("cd", [1, 3])]
     assert step(own, across, 2) == pytest.approx(12 + 2 * 2 / 1000 + 8 / 1)
     assert step(shared, across, 2) == pytest.approx(8 + 2 * 2 / 1000 + 2 * 8)  # the sums of two stages, in turn
-
-
-def test_stages_on_a_card_are_as_if_all_ranks_were_said() -> None:
-    """Unequal replicas on three hosts: messages queue on the hosts' cards as the simulator has them rank by rank."""
+    # Unequal replicas on three hosts: messages queue on the hosts' cards as the simulator has them rank by rank.
     level = Level(name="net", size=3, bandwidth=1.0, devices_per_card=2)
     cluster = Cluster(levels=(Level(name="in", size=2, bandwidth=1.0), level))
     stages = [GivenStage("a", [0]), GivenStage("bc", [2, 4]), GivenStage("d", [1])]

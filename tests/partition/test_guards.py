@@ -233,14 +233,11 @@ def test_what_was_not_read_is_no_change(change: Callable[[Any], object]) -> None
     assert guards.differing() == []
 
 
-def test_paths_say_what_has_changed() -> None:
+def test_paths_say_what_has_changed_and_evaluation_has_its_own() -> None:
     model = Net()
     guards = guards_of(model)
     model.options["deep"]["beta"], model.cfg.sub.x = 0.3, 2.0
     assert sorted(guards.differing()) == ["model.cfg.sub.x", "model.options['deep']['beta']"]
-
-
-def test_evaluation_has_flags_of_its_own() -> None:
     model = Net()
     guards = guards_of(model, training=False)
     model.eval()
@@ -249,7 +246,7 @@ def test_evaluation_has_flags_of_its_own() -> None:
     assert guards.differing() == ["model.scale"]
 
 
-def test_what_cannot_be_compared_is_named() -> None:
+def test_what_cannot_be_compared_or_changes_each_time_is_named_once() -> None:
     class Opaque(Net):
         def forward(self, x: Tensor) -> Tensor:
             self.handle.fileno()
@@ -259,9 +256,6 @@ def test_what_cannot_be_compared_is_named() -> None:
     message = r"reads model.handle \(TextIOWrapper\), which cannot be compared"
     with open(os.devnull) as model.handle, pytest.warns(RecordingWarning, match=message):  # type: ignore[assignment]
         guards_of(model).tell()
-
-
-def test_what_changes_each_time_is_told_once() -> None:
     changes = Changes()
     for inputs, paths in (("a", ["model.step"]), ("b", ["model.step"]), ("a", []), *[("a", ["model.step"])] * 4):
         changes.note(inputs, paths)

@@ -69,7 +69,7 @@ def test_of_distributed_weights() -> None:
 MEGABYTE = 1 << 20
 
 
-def test_what_is_let_go_of_makes_room() -> None:
+def test_what_is_let_go_of_makes_room_and_views_are_no_new_bytes() -> None:
     with LiveBytes() as live:
         kept = torch.empty(MEGABYTE, dtype=torch.uint8)
         for _ in range(3):
@@ -77,9 +77,6 @@ def test_what_is_let_go_of_makes_room() -> None:
     live.settle()
     assert (live.level, live.most) == (MEGABYTE, 2 * MEGABYTE)
     assert kept[:1].numel() == 1
-
-
-def test_views_and_changes_in_place_are_no_new_bytes() -> None:
     before = torch.zeros(MEGABYTE, dtype=torch.uint8)
     with LiveBytes() as live:
         before.add_(1)

@@ -143,14 +143,11 @@ def test_idle_devices_are_told() -> None:
     assert "1 of 4 devices stay idle" in " ".join(three.explain().split())
 
 
-def test_no_seconds_at_all() -> None:
+def test_seconds_that_cannot_be_compared_are_refused() -> None:
     nothing = chain(4, forward_seconds=0.0, backward_seconds=0.0)
     with pytest.raises(ValueError, match=r"take 0 s and 0 s of F \+ B over all ranks: expected more than 0"):
         plan(nothing, FOUR, global_batch=4)
-
-
-def test_larger_microbatches_that_take_much_less_are_refused() -> None:
-    """As where one of the profiles was measured on another machine, or in other units."""
+    # As where one of the profiles was measured on another machine, or in other units.
     fast = replace(chain(4, forward_seconds=0.01, backward_seconds=0.02), microbatch_size=2)
     with pytest.raises(ValueError, match=r"of 1 and 2, which take 12.0 s and 120 ms of F \+ B over all ranks"):
         plan([chain(4), fast], FOUR, global_batch=4)
@@ -355,16 +352,13 @@ def test_the_order_in_which_nodes_are_listed_does_not_matter(names: tuple[str, .
         )
 
 
-def test_a_batch_that_nobody_can_simulate_is_refused_at_once() -> None:
+def test_a_batch_and_seconds_beyond_all_reason_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match="global_batch=99999999999999: expected at most"):
         plan(chain(4), Cluster.from_levels([(4, 1e9)]), global_batch=99999999999999, schedules="2bw")
     with pytest.raises(ValueError, match="num_microbatches=99999999999999: expected at most"):
         partition(chain(4), Cluster.from_levels([(4, 1e9)]), num_microbatches=99999999999999, schedule="2bw")
     rounds = partition(chain(4), Cluster.from_levels([(4, 1e9)]), num_microbatches=99999999999999)
     assert rounds.simulated_step_time == pytest.approx(rounds.bottleneck * 99999999999999)
-
-
-def test_seconds_beyond_all_reason_are_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(ValueError, match=r"node n0: forward_seconds: 1e\+300: expected .* at most 1e\+100"):

@@ -120,7 +120,7 @@ def test_stages_with_tensor_sizes_of_their_own() -> None:
         Plan.from_json(json.dumps(record), source="q.json")
 
 
-def test_explain_shows_what_is_split_and_the_choice_first() -> None:
+def test_explain_shows_the_choice_first_and_folds_long_tables() -> None:
     split = replace(stage("ab", 0, 1, 2, 3), tensor=2, optimizer_shards=2, memory=MemoryUse(parameters=5e6))
     lines = replace(PLAN, stages=(split,), notes=("chosen: pipe 1 x data 2", "a note")).explain().splitlines()
     assert lines[0] == "pipe 1 x data 2"
@@ -130,9 +130,6 @@ def test_explain_shows_what_is_split_and_the_choice_first() -> None:
     assert [line for line in lines if line.startswith("note: ")] == ["note: a note"]
     chunks = replace(PLAN, stages=(stage("a", 0), stage("b", 0)), num_chunks=2)
     assert "its slowest rank takes" in " ".join(chunks.explain().split())
-
-
-def test_explain_folds_long_tables() -> None:
     stages = tuple(replace(stage("x", rank), nodes=(f"n{rank}",), in_flight=rank + 1) for rank in range(25))
     lines = replace(PLAN, stages=stages, num_devices=25).explain().splitlines()
     rows = [line for line in lines if re.search(r" n\d+$", line)]

@@ -121,7 +121,7 @@ MEASURED = Profile(
 )
 
 
-def test_measured_figures_there_and_back() -> None:
+def test_measured_figures_there_and_back_and_from_older_files() -> None:
     assert Profile.from_json(MEASURED.to_json()) == MEASURED
     selective = Profile(
         nodes=(node("a", selective_bytes=5, selective_seconds=0.5), replace(node("b"), runs_again=False))
@@ -133,10 +133,7 @@ def test_measured_figures_there_and_back() -> None:
     assert Profile.from_json(less.to_json()) == less
     assert less.knows("keep_less")
     assert not MEASURED.knows("selective")
-
-
-def test_files_from_before_these_figures_are_still_read() -> None:
-    """As version 1 was written first; what was not measured is 0 or None."""
+    # As version 1 was written first; what was not measured is 0 or None.
     figures = '"forward_seconds": 1, "backward_seconds": 2, "activation_bytes": 3, "stash_bytes": 4, "spread": 0.5'
     text = '{"version": 1, "device": "x", "dtype": "float32", "origin": "measured", "edges": [], ' + (
         f'"nodes": [{{"name": "a", "description": "", "parameter_bytes": 5, "buffer_bytes": 6, {figures}}}]}}'

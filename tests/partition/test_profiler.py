@@ -207,7 +207,7 @@ def test_workspace_is_what_is_neither_kept_nor_passed_on() -> None:
     assert linear.workspace_bytes == pytest.approx(64 * 64 * FLOAT, rel=0.1)
 
 
-def test_shared_parameters_are_those_of_each_unit_and_of_a_stage_once() -> None:
+def test_shared_parameters_and_untrained_ones_count_once() -> None:
     tokens = torch.randint(256, (2, 8))
     tied = small_gpt(tied=True)
     profile = quick(tied, tokens)
@@ -218,9 +218,6 @@ def test_shared_parameters_are_those_of_each_unit_and_of_a_stage_once() -> None:
     assert profile.tied == (((profile.nodes[0].name, profile.nodes[-1].name), shared),)
     assert profile.holdings().parameters == every
     assert Profile.from_json(profile.to_json()) == profile
-
-
-def test_parameters_that_are_not_trained_are_counted_once_and_summed_never() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
     model[3].weight = model[2].weight = model[0].weight
     assert quick(model, torch.randn(2, 4)).tied == ((("0", "2", "3"), 16 * FLOAT),)
@@ -230,7 +227,7 @@ def test_parameters_that_are_not_trained_are_counted_once_and_summed_never() -> 
     assert [n.parameter_bytes for n in frozen.nodes] == [20 * FLOAT, 0, 4 * FLOAT, 0]
 
 
-def test_edges_follow_the_tensors() -> None:
+def test_edges_follow_the_tensors_also_in_tuples() -> None:
     class Skip(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -243,8 +240,6 @@ def test_edges_follow_the_tensors() -> None:
     profile = quick(Skip(), torch.randn(2, 4))
     assert set(profile.edges or ()) == {("a", "b"), ("b", "c"), ("a", "c")}
 
-
-def test_a_chain_may_pass_tuples_on() -> None:
     class Last(nn.Module):
         def forward(self, value: tuple[Tensor, tuple[Tensor, Tensor]]) -> Tensor:
             return value[0]

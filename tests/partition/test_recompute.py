@@ -247,10 +247,7 @@ def test_selective_needs_figures_of_every_node_that_runs_again() -> None:
     assert found.stages[0].recompute == "layer"
     known = replace(OLD, nodes=tuple(replace(node, runs_again=False) for node in OLD.nodes))
     assert plan(known, cluster, global_batch=2, recompute="selective").stages[0].recompute == "selective"
-
-
-def test_figures_of_some_nodes_are_not_enough() -> None:
-    """The second of these nodes would keep all that it keeps; the runtime would not."""
+    # The second of these nodes would keep all that it keeps; the runtime would not.
     known = replace(OLD.nodes[0], selective_bytes=1, selective_seconds=0.1)
     profile, cluster = replace(OLD, nodes=(known, OLD.nodes[1])), Cluster.from_levels([(1, 1e9)])
     found = plan(profile, cluster, global_batch=3, schedules="gpipe", memory_limit=450)

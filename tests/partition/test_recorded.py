@@ -308,7 +308,7 @@ class One(nn.Module):
         return self.block(x)
 
 
-def test_units_are_opened_where_there_are_too_few() -> None:
+def test_units_are_opened_where_there_are_too_few_or_a_split_point_is_inside() -> None:
     model = One()
     assert [piece.name for piece in recorded(model).evenly(1).pieces] == ["block"]
     names = [piece.name for piece in recorded(model).evenly(2).pieces]
@@ -316,9 +316,6 @@ def test_units_are_opened_where_there_are_too_few() -> None:
     assert len(recorded(model).evenly(4).pieces) == 4
     with pytest.raises(ValueError, match=r"num_stages=9 for a model of \d units that can be cut apart: expected 1 to"):
         recorded(model).evenly(9)
-
-
-def test_a_split_point_inside_a_unit_opens_it() -> None:
     first, second = recorded(Deep()).at(["inner.blocks.2.down"]).pieces
     assert first.name.endswith("inner.blocks.2.up") or "tanh" in first.name
     assert second.name == "inner.blocks.2.down .. first#2"

@@ -210,7 +210,7 @@ def test_chunks_of_a_rank_are_a_bucket_each(schedule: str) -> None:
     assert [(each.seconds, each.early) for each in found.links.sums] == [one if chunks == 2 else four] * 2 * chunks
 
 
-def test_attention_is_as_fast_as_its_kernels() -> None:
+def test_attention_is_as_fast_as_its_kernels_fused_or_not() -> None:
     """Causal FLOPs, half of all, by parts of the peak; the backward multiplies two and a half times as much."""
     device = DeviceModel(name="slow", peak_flops=1e12, memory_bandwidth=1e30, memory_bytes=1e12, link_bandwidth=1e30)
     model = replace(SMALL, attention="flash")
@@ -223,10 +223,7 @@ def test_attention_is_as_fast_as_its_kernels() -> None:
     assert own.backward_seconds - plain.backward_seconds == pytest.approx(2.5 * (scores / 2 / 0.25e12 - usual))
     stored = (profile_of(SMALL, device=device, runtime=Runtime(attention=each)).nodes for each in (None, (0.5, 0.25)))
     assert len({*stored}) == 1
-
-
-def test_kernels_that_are_not_fused_read_and_write_between_them() -> None:
-    """Bytes that a person counts in nanotron's layer: SiLU and the product apart; Q K V, K V and the output copied."""
+    # Bytes that a person counts in nanotron's layer: SiLU and the product apart; Q K V, K V and the output copied.
     model = replace(SMALL, style="llama", attention="flash")
     fused, apart = (profile_of(model, device=MEMORY, runtime=Runtime(fuses=each)).nodes for each in (True, False))
     heads, mlp, logits = (model.length * width for width in (model.hidden, model.mlp_width, model.vocabulary))

@@ -94,15 +94,12 @@ def test_tensor_groups_send_a_part_each() -> None:
     assert exhibit.predicted_peak == (found.memory_bytes[0], found.memory_bytes[2])
 
 
-def test_the_exhibit_brings_links_limits_and_peaks() -> None:
+def test_the_exhibit_brings_links_limits_and_peaks_or_a_note() -> None:
     found = planned(schedules="1f1b", pipeline_sizes=(2,), data_sizes=(2,), memory_limit=1e6)
     exhibit = exhibit_of_plan(found)
     assert (exhibit.notes, exhibit.memory_limit) == ((), (1e6,) * 4)
     assert exhibit.predicted_peak == tuple(found.memory_bytes[rank] for rank in range(4))
     assert simulate(exhibit.simulated.schedule, exhibit.costs, exhibit.links) == exhibit.simulated
-
-
-def test_a_file_without_links_is_drawn_with_a_note() -> None:
     found = planned(schedules="1f1b", pipeline_sizes=(2,), data_sizes=(2,))
     old = Plan.from_json(replace(found, links=None).to_json())
     exhibit = exhibit_of_plan(old, name="old")
@@ -315,15 +312,12 @@ def test_what_is_in_flight_is_that_of_the_whole_batch(schedule: str, P: int, V: 
                 assert np.array_equal(ours, theirs), (M, is_backward)
 
 
-def test_what_no_short_batch_stands_for() -> None:
+def test_very_long_batches_are_planned_by_short_ones() -> None:
     assert short_batches(configuration("gpipe", 4, 1, 10**6), 10**6) == ()
     assert short_batches(configuration("2bw", 4, 1, 10**6), 10**6) == ()
     assert short_batches(configuration("interleaved", 4, 2, 10**6 + 1), 10**6 + 1) == ()
     assert short_batches(configuration("1f1b", 4, 1, 40), 40) == ()
-
-
-def test_very_long_batches_are_planned() -> None:
-    """A million microbatches: every layout is simulated, and the plan's seconds are its work and its fill."""
+    # A million microbatches: every layout is simulated, and the plan's seconds are its work and its fill.
     nodes = tuple(Node(name=f"n{i}", forward_seconds=1, backward_seconds=2, parameter_bytes=1e9) for i in range(4))
     found = plan(
         Profile(nodes=nodes), Cluster.from_levels([(4, 1e3)]), global_batch=10**6, schedules="1f1b", data_sizes=(1,)

@@ -80,9 +80,6 @@ def test_memory_of_each_stage_at_the_peak() -> None:
         parameters=20, gradients=20, optimizer=40, activations=4000, workspace=6 + 100, communication=100 * (4 + 2)
     )
     assert (held(second).activations, held(second).workspace) == (2000, 8 + 100)
-
-
-def test_one_stage_sends_nothing() -> None:
     (only,) = stages(1, schedule="1f1b")
     assert held(only).communication == 0
 

@@ -108,16 +108,13 @@ def test_what_a_layer_keeps(split: Split) -> None:
     assert layer.activation_bytes == 2 * n * h  # what is kept by layer
 
 
-def test_flops_of_recompute() -> None:
+def test_flops_of_recompute_and_of_flash_attention() -> None:
     by_layer, selective = (
         SMALL.flops(batch_size=2, recompute=each) - SMALL.flops(batch_size=2) for each in ("layer", "selective")
     )
     tokens = 2 * SMALL.length
     assert selective == SMALL.layers * 4 * tokens * SMALL.length * SMALL.hidden
     assert by_layer == pytest.approx(SMALL.layers * 24 * tokens * SMALL.hidden**2 + selective)
-
-
-def test_flash_attention_multiplies_the_scores_again() -> None:
     stored, flash = (profile_of(replace(SMALL, attention=each), device=COUNTER) for each in ("stored", "flash"))
     again = SMALL.layers * 2 * SMALL.length**2 * SMALL.hidden
     assert total(flash, "backward_seconds") - total(stored, "backward_seconds") == pytest.approx(again)

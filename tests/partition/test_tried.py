@@ -126,7 +126,7 @@ def test_measured_sums_of_tied_weights_take_the_place_of_predicted_ones(measured
         assert took.simulated_step_time == pytest.approx(step.batch_seconds, rel=1e-6)
 
 
-def test_sums_of_tied_weights_of_one_place_stand_beside_those_of_its_stages() -> None:
+def test_measured_norms_and_sums_take_the_place_of_predicted_ones() -> None:
     found = planned("replicas", replace(PROFILE, tied=((("0", "7"), 1e5),)), chunk_sizes=(2,), schedules="zb-v")
     assert found.costs.tied == ()  # its first stage has such weights
     first, *others = found.links.sums
@@ -137,9 +137,6 @@ def test_sums_of_tied_weights_of_one_place_stand_beside_those_of_its_stages() ->
     assert took.costs.tied == (((0, 3), pytest.approx(first.seconds)),)
     assert took.links.sums[0].seconds == pytest.approx(first.seconds / 2)
     assert took.simulated_step_time == pytest.approx(step.batch_seconds, rel=0.01)
-
-
-def test_a_measured_norm_takes_the_place_of_the_predicted_one() -> None:
     found = planned("pipeline", max_grad_norm=1.0)
     assert found.costs.norm == 6 * 1e-4  # of an empty sum over four ranks, level by level
     truth = replace(found, costs=replace(found.costs, norm=5e-3))

@@ -127,13 +127,11 @@ class Bare(nn.Module):
         return self.act(self.linear(self.flatten(x) * 2)) + 1
 
 
-def test_work_without_parameters_joins_its_neighbour() -> None:
+def test_work_without_parameters_or_modules_makes_no_unit_of_its_own() -> None:
     recorded = record(Bare(), torch.randn(2, 4))
     (unit,) = recorded.units
     assert (unit.name, unit.first, unit.size) == ("flatten", 0, len(recorded.flow.order))
 
-
-def test_a_model_without_modules_is_one_unit() -> None:
     class Alone(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.relu() + 1

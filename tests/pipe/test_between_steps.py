@@ -167,7 +167,7 @@ def steps_and_losses(records: list[StepRecord]) -> list[tuple[int, float]]:
     return [(record.step, record.loss) for record in records]
 
 
-def test_a_step_is_told_within_its_call_and_says_what_it_was() -> None:
+def test_steps_are_told_within_their_call_and_those_of_a_stream_with_their_losses() -> None:
     told: list[StepRecord] = []
     halving = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # noqa: E731
     pipe = make(on_step=told.append, max_grad_norm=1.0, lr_scheduler=halving)
@@ -178,9 +178,6 @@ def test_a_step_is_told_within_its_call_and_says_what_it_was() -> None:
     assert [record.learning_rates for record in told] == [(0.1,), (0.05,), (0.025,)]
     assert {(record.num_samples, record.rank) for record in told} == {(8, 0)}
     assert all(record.seconds > 0 and record.peak_memory_bytes > 2**20 for record in told)
-
-
-def test_batches_of_a_stream_are_told_with_their_own_losses() -> None:
     told: list[StepRecord] = []
     pipe = stream(on_step=told.append)
     results = [pipe.train_step(*batch(step)) for step in range(4)] + pipe.flush()

@@ -98,15 +98,12 @@ def of_any_size(*middle: nn.Module) -> PipelineModule:
     return PipelineModule(model, num_microbatches=4, mesh={"pipe": 2}, loss_fn=loss_of, cut=["2"], example_inputs=(X,))
 
 
-def test_the_number_of_tensors_that_a_stage_returns_may_not_follow_the_batch_size() -> None:
+def test_what_may_and_may_not_follow_the_batch_size() -> None:
     pipe = of_any_size(Does(Tensor.unbind), Does(torch.stack))
     pipe.forward_backward(X, Y)
     with pytest.raises(ValueError, match=r"stage 0 \(0 .. 1\) takes 1 values and returns 4, and .* returned 2 when"):
         pipe.forward_backward(torch.cat([X, X]), torch.cat([Y, Y]))
     pipe.forward_backward(X, Y)
-
-
-def test_what_a_stage_changes_in_place_may_follow_the_batch_size() -> None:
     in_place = Does(lambda x: x.relu_() if x.shape[0] > 2 else x.relu())
     pipe, plain = of_any_size(nn.Identity(), in_place), of_any_size(nn.Identity(), nn.ReLU())
     plain.load_state_dict(pipe.state_dict())

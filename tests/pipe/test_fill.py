@@ -137,7 +137,7 @@ def test_where_a_message_is_seen_to_come_one_piece_at_most_is_late() -> None:
     assert [more - before for before, more in pairwise(counts)] == [3, 0, 1, 1, 1]  # 3.0 twice, but for the 0.0
 
 
-def test_pieces_of_unknown_length_are_tried_alone_at_the_longest_place() -> None:
+def test_pieces_of_unknown_length_or_that_took_too_long_are_tried_again() -> None:
     hand = Hand()
     hand.fill(hand.pieces(8.0, *[1.0] * 99))
     counts = []
@@ -146,9 +146,6 @@ def test_pieces_of_unknown_length_are_tried_alone_at_the_longest_place() -> None
         hand.wait(B3, 10.0)
         counts.append(len(hand.done))
     assert counts == [0, 0, 1, 2, 3, 12, 25]  # what the first one takes says nothing; the fourth tells, and 8 more fit
-
-
-def test_what_took_too_long_once_is_tried_again() -> None:
     hand = Hand()
     hand.fill(hand.pieces(*[30.0] * 4, *[1.0] * 99))
     for _ in range(900):

@@ -130,7 +130,7 @@ class Augmented(torch.utils.data.Dataset[torch.Tensor]):
         return torch.tensor([index, torch.rand(()), random.random(), np.random.random()], dtype=torch.float64)
 
 
-def test_augmentation_of_a_sample_is_the_same_with_workers_and_after_a_restart_with_other_sizes() -> None:
+def test_augmentation_of_a_sample_is_the_same_with_workers_along_a_pipeline_and_after_a_restart() -> None:
     def drawn(state: dict[str, int] | None, *, batch_size: int, num_workers: int, is_subset: bool = False) -> Samples:
         data = torch.utils.data.Subset(Augmented(), range(24)) if is_subset else Augmented()
         batches = ReplicaBatches(24, batch_size=batch_size, seed=3)
@@ -158,9 +158,6 @@ def test_augmentation_of_a_sample_is_the_same_with_workers_and_after_a_restart_w
         drawn(state, batch_size=8, num_workers=1, is_subset=True),
     ):
         assert torch.equal(torch.stack(again), torch.stack(whole[8:]))
-
-
-def test_augmentation_in_workers_is_alike_along_a_pipeline() -> None:
     found = []
     for rank_seed, replica in ((1, 0), (2, 0), (3, 1)):
         torch.manual_seed(rank_seed)
@@ -340,13 +337,10 @@ def test_another_order_of_the_samples_is_another_number(batch: torch.Tensor) -> 
     assert checksum((batch, batch)) != number
 
 
-def test_a_column_that_is_equal_everywhere_does_not_hide_the_others() -> None:
+def test_what_counts_in_the_checksum_of_a_batch() -> None:
     tokens = torch.randint(0, 9, (8192, 16), generator=torch.Generator().manual_seed(0))
     tokens[:, 0] = 1  # every sample begins alike
     assert checksum(tokens) != checksum(tokens[torch.randperm(8192, generator=torch.Generator().manual_seed(1))])
-
-
-def test_shapes_and_types_count_and_what_is_no_tensor_does_not() -> None:
     x = torch.zeros(2, 3)
     assert len({checksum(x), checksum(x.T), checksum(x.int()), checksum(torch.zeros(0)), checksum(())}) == 5
     assert checksum((x, "mean")) == checksum((x, "sum")) == checksum(x)

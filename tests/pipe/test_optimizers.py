@@ -268,7 +268,7 @@ def test_options_by_shape_or_identity_and_a_warm_up_are_those_of_all_parameters(
     assert made == list(warm.optimizers)
 
 
-def test_an_optimizer_that_is_tried_notices_nothing() -> None:
+def test_an_optimizer_that_is_tried_notices_nothing_and_one_that_cannot_is_told_of() -> None:
     """One of its own for each parameter, with noise, a hook and a warm-up from 0; weights are moved as ever."""
     counted: list[int] = []
 
@@ -287,8 +287,6 @@ def test_an_optimizer_that_is_tried_notices_nothing() -> None:
     pipe.train_step(X, Y)
     assert len(counted) == 2
 
-
-def test_an_optimizer_that_cannot_be_tried_is_told_of() -> None:
     class Large(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             assert self.param_groups[0]["params"][0].shape == (6, 6)

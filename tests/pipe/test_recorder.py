@@ -209,24 +209,15 @@ def test_replicas_keep_what_each_of_them_measured() -> None:
     assert costs.backward == ((2.0, 5.0, 2.0, 5.0), 8.0)
     assert (costs.update, costs.reduce_grad) == ((1.5, 0.0), (4.0, 0.0))
     assert (costs.overhead, costs.latency) == ((0.25, 0.0), 0.5)
-
-
-def test_equal_replicas_have_one_number_and_one_that_showed_nothing_takes_what_the_others_do() -> None:
     assert made(measured(1.0, 2.0), measured(1.0, 2.0), replicas=(2,)).forward == (1.0,)
     costs = made(measured(1.0, 2.0), {}, measured(2.0, 4.0), replicas=(3,))
     assert costs.forward == ((1.0, 1.5, 2.0, 1.0),)
-
-
-def test_halves_of_backwards_by_rank() -> None:
-    """Rank 0 ran I and W apart, rank 1 both as one; stage 1 did not split any."""
+    # Rank 0 ran I and W apart, rank 1 both as one; stage 1 did not split any.
     apart: dict[Timed, float] = {((0,), Op.F): 1.0, ((0,), Op.I): 2.0, ((0,), Op.W): 3.0}
     costs = made(apart, apart | {((0,), Op.I): 4.0}, measured(1.0, 6.0, stage=1), replicas=(2, 1))
     assert costs.input_grad == ((2.0, 4.0, 2.0, 4.0), 3.0)
     assert costs.weight_grad == (3.0, 3.0)
     assert costs.backward == ((5.0, 7.0, 5.0, 7.0), 6.0)
-
-
-def test_means_are_over_all_microbatches() -> None:
     costs = made(measured(1.0, 2.0), measured(3.0, 6.0), measured(5.0, 5.0, stage=1), replicas=(2, 1))
     table = costs.table(num_stages=2)
     assert (table.means(Op.F), table.means(Op.B)) == ((2.25, 5.0), (4.25, 5.0))  # each with 0.25 around it

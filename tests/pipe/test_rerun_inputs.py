@@ -224,17 +224,14 @@ class ChangesLater(Parts, seen=0, linear=lambda: nn.Linear(D, D)):
         return h.sin() + x
 
 
-def test_later_changes_of_an_input_are_refused() -> None:
+def test_changes_of_an_input_after_it_was_passed_are_refused() -> None:
     model = made(lambda: nn.Sequential(nn.Linear(D, D), nn.Linear(D, D), ChangesLater()))
     pipe = pipeline(model, {"2": "full"}, cut=["1"])
     message = r"module '2' changes an input in place, and did not in its first forward: .*Expected"
     with pytest.raises(ValueError, match=message):
         pipe.forward_backward(X, Y)
 
-
-def test_an_input_that_is_changed_behind_the_module_is_refused() -> None:
-    """Plain PyTorch takes it, since nothing of the module needs its input again; a second run does."""
-
+    # Plain PyTorch takes it, since nothing of the module needs its input again; a second run does.
     class Adds(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.sin(x + 1.0)

@@ -331,17 +331,14 @@ def averaging(*, recompute: str = "full", **options: Any) -> PipelineModule:
     return make(model=model, optimizer=None, recompute=recompute, cut=["2"])
 
 
-def test_a_buffer_that_begins_to_move_later() -> None:
+def test_a_buffer_that_begins_to_move_later_is_kept_or_refused_where_it_is_large() -> None:
     pipe = averaging()
     pipe.forward_backward(small.X, small.Y)
     expected = 0.0
     for x in small.X.split(2)[2:]:
         expected = expected / 2 + float(x.mean())
     assert float(pipe.state_dict()["0.mean"]) == pytest.approx(expected)
-
-
-def test_a_large_buffer_that_begins_to_move_later_is_refused() -> None:
-    """Its value from before the change is not kept: that would be a second copy of every mask."""
+    # Its value from before the change is not kept: that would be a second copy of every mask.
     with pytest.raises(ValueError, match=r"buffer 'mean' of Average .*Expected .* recompute= that leaves it out"):
         averaging(large=True).forward_backward(small.X, small.Y)
 

@@ -206,7 +206,7 @@ class Uncopied(nn.Linear):
         raise TypeError("holds a file")
 
 
-def test_what_cannot_be_copied_is_told() -> None:
+def test_what_cannot_be_copied_is_told_and_units_bring_no_others_along() -> None:
     def lines(model: nn.Module) -> list[str]:
         with no_copy_fits(), told() as found:
             pipe_of(model).train_step(torch.randn(4, 8), torch.randn(4, 8))
@@ -219,9 +219,6 @@ def test_what_cannot_be_copied_is_told() -> None:
     assert said.startswith("the first batch is not verified, as no unit can be (2; '0': NotVerifiableError")
     with pytest.raises(ValueError, match=r"copy.deepcopy\(model\) fails: holds a file"):
         pipe_of(chain(Uncopied(8, 8)), verify=True).train_step(torch.randn(4, 8), torch.randn(4, 8))
-
-
-def test_a_unit_that_knows_others_does_not_bring_them_along() -> None:
     model: Any = chain()
     model[2].others = [model[0]]
     with no_copy_fits(), told() as lines:

@@ -48,7 +48,7 @@ def test_any_order_is_judged_as_the_graph_judges_it(schedule: Schedule) -> None:
         check(schedule)
 
 
-def test_a_rank_that_waits_for_itself() -> None:
+def test_only_the_cycle_is_told() -> None:
     with pytest.raises(ScheduleError) as error:
         check(by_hand("0F0 0B1 0F1 0B0", microbatches=2))
     assert str(error.value) == dedent(
@@ -57,10 +57,7 @@ def test_a_rank_that_waits_for_itself() -> None:
           rank 0 at position 1 (0F0 [0B1] 0F1 0B0) waits for 0F1, at position 2 of rank 0
         move 0F1 before 0B1"""
     )
-
-
-def test_only_the_cycle_is_told() -> None:
-    """Ranks 0 and 1 wait for rank 2, which waits for rank 3 and rank 3 for it."""
+    # Ranks 0 and 1 wait for rank 2, which waits for rank 3 and rank 3 for it.
     good = build("1f1b", num_ranks=4, num_microbatches=3)
     bad = with_program(good, 2, parsed("2F0 2B0 2F1 2B1 2F2 2B2"))
     bad = with_program(bad, 3, parsed("3F0 3F1 3F2 3B0 3B1 3B2"))

@@ -314,17 +314,14 @@ def test_microbatch_groups(P: int, M: int, groups: tuple[int, ...]) -> None:
     assert microbatch_groups(at_least=P, num_microbatches=M) == groups
 
 
-def test_any_groups_of_at_least_one_a_rank_are_as_fast() -> None:
+def test_groups_of_at_least_half_of_the_ranks() -> None:
     costs = Costs(forward=1.0, backward=2.0)
     for groups in [(5, 4), (5, 5), (6, 3), (9,), (4, 4, 4), (6, 4, 5)]:
         M = sum(groups)
         schedule = build("interleaved", num_ranks=3, num_microbatches=M, num_chunks=2, groups=groups)
         check(schedule)
         assert simulate(schedule, costs).makespan == (M * 2 + 2) * 3
-
-
-def test_groups_of_half_the_ranks() -> None:
-    """GIS-H: (V+1)/2V of the activations for (V-1) P/2 (F+I-W) seconds more."""
+    # GIS-H: (V+1)/2V of the activations for (V-1) P/2 (F+I-W) seconds more.
     for P, V, rounds in ((2, 2, 4), (4, 2, 6), (4, 3, 5), (8, 2, 4)):
         M = rounds * P // 2
         schedule = build("gis", num_ranks=P, num_microbatches=M, num_chunks=V, group_size=P // 2)

@@ -50,17 +50,14 @@ def test_its_gradient_leaves_first() -> None:
     assert work(lowered(halves, total(0)), 0) == "0F0 0F1 0I0 0I1 0W1 0W0 0REDUCE_GRAD0"
 
 
-def test_a_replica_without_a_microbatch_gathers_weights_before_it_sums_gradients() -> None:
+def test_sums_and_gathers_are_placed_one_stage_ahead() -> None:
     """The forward of the other replica waits for the weights, and the sum for its backward."""
     schedule = build("1f1b", num_ranks=2, num_microbatches=1, replicas=(2,))
     wanted = [Collective((0,), op, 0) for op in (Op.REDUCE_GRAD, Op.UNSHARD)]
     placed = place_collectives(schedule, wanted)
     assert [[str(each) for _, each in own] for own in placed] == [["0UNSHARD0", "0REDUCE_GRAD0"]] * 2
     assert placed[0][0][0] == 0
-
-
-def test_weights_are_gathered_one_stage_ahead() -> None:
-    """Those of a rank's second stage come while its first one runs."""
+    # Those of a rank's second stage come while its first one runs.
     schedule = build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2)
     placed = place_collectives(schedule, [Collective((stage,), Op.UNSHARD, 0) for stage in range(4)])
     assert [[(at, str(each)) for at, each in own] for own in placed] == [
@@ -69,16 +66,12 @@ def test_weights_are_gathered_one_stage_ahead() -> None:
     ]
 
 
-def test_tied_weights_are_ready_behind_the_last_of_their_stages() -> None:
+def test_tied_weights_are_summed_in_one_order_behind_the_last_of_their_stages() -> None:
     schedule = build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2)
     made = lowered(schedule, total(0, 2, 3))
     assert work(made, 0).endswith("0B0 0B1 0+2+3REDUCE_GRAD0")
     assert work(made, 1).endswith("3B1 0+2+3REDUCE_GRAD0 1B0 1B1")
-
-
-def test_weights_tied_crosswise_are_summed_in_one_order() -> None:
-    """Rank 0 is through with stage 2 first and rank 1 with stage 3: 1+2 and 0+3 are ready in opposite orders."""
-    schedule = build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2)
+    # Rank 0 is through with stage 2 first and rank 1 with stage 3: 1+2 and 0+3 are ready in opposite orders.
     made = lowered(schedule, total(0, 3), total(1, 2))
     check_lowered(made)
     orders = [[each for each in program.steps if isinstance(each, Collective)] for program in made.programs]

@@ -35,21 +35,15 @@ from stagewright.schedules import (
 from .random_schedules import by_hand
 
 
-def test_backward_is_twice_the_forward_unless_given() -> None:
+def test_backwards_and_halves_that_are_not_given() -> None:
     table = Costs(forward=[1.0, 3.0]).table(num_stages=2)
     assert table.column(Op.F) == (1.0, 3.0)
     assert table.column(Op.B) == (2.0, 6.0)
     assert table.column(Op.I) == table.column(Op.W) == (1.0, 3.0)
     assert table.latency == table.update == (0.0, 0.0)
-
-
-def test_a_split_backward_adds_up_to_the_whole_unless_that_is_given() -> None:
     assert Costs(input_grad=1.0, weight_grad=[0.25, 0.5]).table(num_stages=2).column(Op.B) == (1.25, 1.5)
     table = Costs(backward=2.0, input_grad=1.5, weight_grad=1.0).table(num_stages=1)
     assert (table.column(Op.B), table.column(Op.I), table.column(Op.W)) == ((2.0,), (1.5,), (1.0,))
-
-
-def test_table_knows_each_op() -> None:
     table = Costs(forward=1, backward=2, input_grad=3, weight_grad=4, update=5).table(num_stages=1)
     assert [table.of(op, 0, 7) for op in (Op.F, Op.B, Op.I, Op.W, Op.U)] == [1.0, 2.0, 3.0, 4.0, 5.0]
     with pytest.raises(ValueError, match="REDUCE_GRAD has no cost of its own: expected one of F B I W U"):
@@ -108,7 +102,7 @@ def test_a_number_for_each_stage_or_action_index(given: dict[str, object], messa
         Costs(**given).table(num_stages=2, num_indices=2)  # type: ignore[arg-type]
 
 
-def test_rows_and_factors_by_action_index() -> None:
+def test_rows_factors_and_overhead_by_action_index() -> None:
     """One stage with a row: its other half follows index by index, factors multiply all, batches take them again."""
     costs = Costs(forward=[1.0, [2.0, 3.0]], index_factors=[1.0, 0.5])
     table = costs.table(num_stages=2, num_indices=2, num_batches=3)
@@ -125,9 +119,6 @@ def test_rows_and_factors_by_action_index() -> None:
     alike = Costs(forward=[[2.0, 2.0]], index_factors=[1, 1]).table(num_stages=1, num_indices=2)
     assert not alike.varies
     assert alike.column(Op.B) == (4.0,)
-
-
-def test_the_overhead_of_an_action_comes_on_top_of_each() -> None:
     costs = Costs(forward=[1.0, 2.0], input_grad=1.0, weight_grad=0.5, overhead=[0.25, 0.5], index_factors=[1, 2])
     table = costs.table(num_stages=2)
     assert [table.of(op, 1, 1) for op in (Op.F, Op.I, Op.W, Op.B)] == [4.5, 2.5, 1.5, 3.5]
@@ -171,12 +162,9 @@ def test_an_evaluation_has_no_epilogue(costs: Costs) -> None:
     assert all(s.what.op is Op.F for trace in simulate(schedule, costs).ranks for s in trace.compute)  # type: ignore[union-attr]
 
 
-def test_a_deadlock() -> None:
+def test_orders_that_cannot_be_simulated() -> None:
     with pytest.raises(ScheduleError, match=r"rank 0 never gets what 0B0 needs: the schedule deadlocks; check\(sched"):
         simulate(by_hand("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", microbatches=2), Costs())
-
-
-def test_communication_in_a_compute_order() -> None:
     program = (Action(0, Op.REDUCE_GRAD, 0),)
     with pytest.raises(ScheduleError, match="runs REDUCE_GRAD of stage 0, which has no cost: expected F B I W U"):
         simulate(replace(by_hand("0F0 0B0", microbatches=1), programs=(program,)), Costs())
@@ -326,15 +314,12 @@ def test_updates_behind_the_program(norm: float | None) -> None:
     assert lower_bound(schedule, costs) == simulate(schedule, costs).makespan == expected
 
 
-def test_a_gradient_may_end_on_the_replica_with_less_to_update() -> None:
+def test_a_bound_knows_updates_of_replicas_and_in_the_program() -> None:
     """Stage 0 on ranks 0 and 1, stage 1 on rank 1: the one microbatch runs stage 0 on rank 0, which updates at once."""
     schedule = by_hand("0F0 0B0", "1F0 1B0", microbatches=1, placement=[[0], [0, 1]])
     costs = Costs(forward=1.0, backward=2.0, update=[0.0, 10.0])
     assert lower_bound(schedule, costs) == simulate(schedule, costs).makespan == 1 + 1 + 2 + 10
-
-
-def test_updates_in_the_program() -> None:
-    """Each U after its batch; the last update of stage 0 comes behind all else."""
+    # Each U after its batch; the last update of stage 0 comes behind all else.
     schedule = by_hand("0F0 0B0 0U0 0F1 0B1 0U1", "1F0 1B0 1U0 1F1 1B1 1U1", microbatches=1, batches=2)
     costs = Costs(forward=1.0, backward=2.0, update=0.5)
     # Rank 1: 1 before its first, work 2 * 3, then B on stage 0 and its update. Its own first update might come late.

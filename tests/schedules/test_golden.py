@@ -158,11 +158,8 @@ def test_pictures_in_docstrings(family: Family) -> None:
     assert grid == schedule.grid()
 
 
-def test_most_builders_draw_their_order() -> None:
+def test_pictures_of_builders_are_their_orders() -> None:
     assert sum(pictured(family) is not None for family in FAMILIES.values()) >= 9
-
-
-def test_picture_of_the_module() -> None:
     rows = [
         line.split("| ")[1].split("    ")[0]
         for line in (ir.__doc__ or "").splitlines()

@@ -221,7 +221,7 @@ def test_links_that_do_not_fit(links: Links, message: str) -> None:
         simulate(build("1f1b", num_ranks=2, num_microbatches=2), Costs(), links)
 
 
-def test_updated_weights_are_gathered_behind_each_update_or_ahead_of_the_batch() -> None:
+def test_weights_are_gathered_behind_each_update_and_a_stream_waits_for_its_version() -> None:
     """Two replicas of a stage, each with F B of its own microbatch: 3 s, a sum of 1 s, an update of 0.5 s."""
     schedule = build("1f1b", num_ranks=2, num_microbatches=2, replicas=(2,))
     costs = Costs(forward=1.0, backward=2.0, update=0.5)
@@ -234,9 +234,6 @@ def test_updated_weights_are_gathered_behind_each_update_or_ahead_of_the_batch()
     assert Span(unshard, 0.0, 2.0) in ahead.ranks[0].collectives
     assert ahead.ranks[0].compute[0] == Span(Action(0, Op.F, 0), 2.0, 3.0)
     assert ahead.ranks[0].compute[-1].end == 6.5  # the start of the first forward begins the makespan
-
-
-def test_a_stream_waits_for_the_weights_of_the_version_that_it_uses() -> None:
     schedule = build("pipedream", num_ranks=2, num_microbatches=2, replicas=(2,))
     costs = Costs(forward=1.0, backward=2.0)
     around = AllReduce(stage=0, seconds=0.0, gather=2.0, ways=((0, 1), (1, 0)))

@@ -71,15 +71,12 @@ def test_when_moves_begin_and_end_by_hand() -> None:
     assert [curve.peak for curve in curves] == [3, 1]
 
 
-def test_a_way_back_waits_for_the_way_out() -> None:
+def test_ways_back_wait_for_ways_out_and_those_of_one_direction_queue() -> None:
     schedule = two_ranks("0F0 0F1 0OFFLOAD0 0RELOAD0 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
     moves = {
         str(what): (start, end) for what, start, end in simulate(schedule, Costs(offload=2, reload=3)).ranks[0].moves
     }
     assert moves == {"0OFFLOAD0": (2.0, 4.0), "0RELOAD0": (2.0, 7.0)}
-
-
-def test_moves_of_one_direction_queue_and_those_of_two_do_not() -> None:
     schedule = two_ranks("0F0 0F1 0F2 0OFFLOAD0 0OFFLOAD1 0B2 0RELOAD0 0B0 0RELOAD1 0B1", "1F0 1F1 1F2 1B2 1B0 1B1")
     moves = {str(w): (s, e) for w, s, e in simulate(schedule, Costs(offload=[4.0, 0.0], reload=2.0)).ranks[0].moves}
     assert (moves["0OFFLOAD0"], moves["0OFFLOAD1"]) == ((3.0, 7.0), (3.0, 11.0))  # 0B2 runs from 6 to 8
@@ -153,13 +150,10 @@ def test_a_fault_is_named(message: str) -> None:
         check(two_ranks(FIRST.replace(*FAULTS[message])))
 
 
-def test_another_rank_moves_nothing() -> None:
+def test_what_cannot_move() -> None:
     message = "0OFFLOAD0 on rank 1, position 2: microbatch 0 of stage 0 belongs to rank 0"
     with pytest.raises(ScheduleError, match=message):
         check(two_ranks(FIRST.replace("0OFFLOAD0 ", ""), SECOND.replace("1F1", "0OFFLOAD0 1F1")))
-
-
-def test_what_cannot_move() -> None:
     with pytest.raises(ScheduleError, match="which a CSV table cannot say: use to_json"):
         two_ranks().to_csv()
     with pytest.raises(ScheduleError, match="row 1, column 2: 0OFFLOAD0 moves activations, which a CSV table cannot"):

@@ -182,7 +182,7 @@ def test_lowered_pairs_wait_for_the_inputs_of_both(name, P, M):
     assert [sum(map(len, program.inputs.values())) for program in lowered.programs] == count
 
 
-def test_json_and_csv_keep_pairs():
+def test_json_csv_and_other_forms_keep_pairs():
     schedule = paired("dualpipe-v", 2, 5)
     assert Schedule.from_json(schedule.to_json()) == schedule
     table = build("dualpipe-v", num_ranks=2, num_microbatches=5).to_csv(overlap="pairs")
@@ -198,9 +198,6 @@ def test_json_and_csv_keep_pairs():
     assert Timeline.from_json(timeline.to_json()) == timeline
     moved = timeline.shifted(1.0)
     assert moved.ranks[0].exchanges[0].start == timeline.ranks[0].exchanges[0].start + 1.0
-
-
-def test_other_forms_of_a_schedule_with_pairs():
     schedule = paired("dualpipe-v", 2, 4)
     assert not schedule.forward_only().overlapped
     both = replicate(schedule, 2)

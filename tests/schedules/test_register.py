@@ -107,16 +107,13 @@ def split_later(num_ranks: int, num_microbatches: int) -> Schedule:
     return build("1f1b" if num_ranks == 2 else "zb-h1", num_ranks=num_ranks, num_microbatches=num_microbatches)
 
 
-def test_what_makes_another_schedule_than_was_asked_for_is_refused() -> None:
+def test_what_is_registered_has_a_name_of_its_own_and_makes_what_was_asked_for() -> None:
     register("two", two_ranks)
     with pytest.raises(ScheduleError, match=r"schedule 'two' .* has num_ranks=2, not 4"):
         build("two", num_ranks=4, num_microbatches=4)
     register("split-later", split_later)
     with pytest.raises(ScheduleError, match="split backwards"):
         build("split-later", num_ranks=4, num_microbatches=4)
-
-
-def test_names_are_taken_once() -> None:
     for name in ("1f1b", "DAPPLE", "auto", "mine.py:f", ""):
         with pytest.raises(ValueError, match=r"register\('.*'\): .*expected a"):
             register(name, zigzag)

@@ -51,15 +51,12 @@ def test_slices_in_a_wrong_order(wrong: str) -> None:
     check(of_text(wrong, num_slices=1, num_microbatches=2))  # as microbatches they need nothing of each other
 
 
-def test_all_slices_of_a_microbatch_stand_on_its_rank() -> None:
+def test_slices_stand_on_the_rank_of_their_microbatch_in_json_and_in_no_table() -> None:
     """Keys and values stay there; so no message goes between slices, and replicas take turns by microbatch."""
     schedule = replicate(build("seq1f1b", num_ranks=2, num_microbatches=2, num_slices=3), 2)
     assert [schedule.owner(0, index) for index in range(12)] == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 3
     check(schedule)
     assert check_lowered(lower(schedule)).num_messages == 2 * 12  # an activation and a gradient each
-
-
-def test_slices_stand_in_json_and_not_in_a_table() -> None:
     schedule = build("seq1f1b", num_ranks=2, num_microbatches=2, num_slices=3)
     assert Schedule.from_json(schedule.to_json()) == schedule
     with pytest.raises(ScheduleError, match=r"has replicas, slices, several batches or updates.*use to_json"):

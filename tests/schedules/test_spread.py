@@ -307,7 +307,7 @@ def test_a_step_is_drawn_whole_and_within_it_for_another_number_of_microbatches(
     assert len(set(varied)) > 10
 
 
-def test_of_a_rank_that_recorded_less_all_count_the_steps_that_it_has() -> None:
+def test_ranks_that_recorded_few_steps() -> None:
     machine = Machine(SCHEDULE, COSTS, seed=1, step=0.1, rank=0.1, action=0.1)
     whole, short = machine.ranks(20)
     assert estimate_spread([whole, short[12:]], machine.table) is None
@@ -315,16 +315,12 @@ def test_of_a_rank_that_recorded_less_all_count_the_steps_that_it_has() -> None:
     assert spread == estimate_spread([whole[8:], short[8:]], machine.table)
     assert len(spread.steps) == 12
     assert simulate_spread(SCHEDULE, COSTS, spread).median > 0
-
-
-def test_one_step_tells_no_spread() -> None:
-    machine = Machine(SCHEDULE, COSTS, seed=1, step=0.1, rank=0.1, action=0.1)
     assert estimate_spread(machine.ranks(1), machine.table) is None
     assert estimate_spread(machine.ranks(LEAST_STEPS - 1), machine.table) is None
     assert estimate_spread(machine.ranks(LEAST_STEPS), machine.table) is not None
 
 
-def test_a_spread_as_json() -> None:
+def test_a_spread_as_json_and_of_other_stages() -> None:
     machine = Machine(SCHEDULE, COSTS, seed=1, step=0.1, rank=0.1, action=0.1)
     spread = estimate_spread(machine.ranks(40), machine.table)
     assert Spread.from_json(spread.to_json()) == spread
@@ -344,9 +340,6 @@ def test_a_spread_as_json() -> None:
     ]:
         with pytest.raises(ValueError, match=why):
             Spread.from_json(text)
-
-
-def test_a_spread_of_other_stages_is_refused() -> None:
     with pytest.raises(ValueError, match="a spread of 3 stages"):
         simulate_spread(SCHEDULE, COSTS, Spread(actions={Op.F: [[1.0]] * 3}))
     with pytest.raises(ValueError, match="a spread of 1 stages"):

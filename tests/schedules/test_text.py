@@ -58,7 +58,7 @@ def test_parts_that_do_not_fit(make, message: str) -> None:  # type: ignore[no-u
         make()
 
 
-def test_owners() -> None:
+def test_owners_and_edges_unless_given() -> None:
     """Stage 1 stands on ranks 1 and 2: its microbatches alternate, from 0 in each batch."""
     made = schedule(((0,), (1,), (1,)), num_microbatches=3, num_batches=2)
     assert (made.num_ranks, made.num_stages, made.total_indices) == (3, 2, 6)
@@ -68,9 +68,6 @@ def test_owners() -> None:
     turned = replace(made, owners=((0,), (2, 1)))
     assert [turned.owner(1, k) for k in range(6)] == [2, 1, 2, 2, 1, 2]
     assert turned != made == replace(turned, owners=())
-
-
-def test_edges_are_a_chain_unless_given() -> None:
     made = build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2)
     assert made.stage_edges == chain(4) == (Edge(0, 1), Edge(1, 2), Edge(2, 3))
     skipped = made.with_edges([Edge(0, 1), Edge(0, 3, False)])
@@ -104,21 +101,15 @@ def test_csv_round_trip(schedule: Schedule) -> None:
     check(again.with_edges(schedule.stage_edges))
 
 
-def test_overlapped_parts_are_actions_one_after_the_other() -> None:
+def test_cells_that_are_not_one_action() -> None:
     together = CSV.replace("0F2,0B1", "(0F2; 0B1)OVERLAP_F_B,")
     assert Schedule.from_csv(together, name="1f1b") == build("1f1b", num_ranks=2, num_microbatches=3)
     with pytest.raises(ValueError, match="overlap='all': expected 'none' or 'pairs'"):
         Schedule.from_csv(CSV).to_csv(overlap="all")  # type: ignore[arg-type]
-
-
-def test_a_rank_without_stages_stays_a_row() -> None:
-    schedule = by_hand("0F0 0B0", "", "1F0 1B0", microbatches=1, placement=[[0], [], [1]])
-    assert schedule.to_csv() == "0F0,,,0B0\n,,,\n,1F0,1B0,\n"
-    assert Schedule.from_csv(schedule.to_csv(), name="by hand") == schedule
-
-
-def test_communication_and_spaces_are_skipped() -> None:
-    """The text that torch writes with format="compute_comms"."""
+    made = by_hand("0F0 0B0", "", "1F0 1B0", microbatches=1, placement=[[0], [], [1]])
+    assert made.to_csv() == "0F0,,,0B0\n,,,\n,1F0,1B0,\n"
+    assert Schedule.from_csv(made.to_csv(), name="by hand") == made
+    # The text that torch writes with format="compute_comms".
     lowered = """\
     0UNSHARD,0F0,0SEND_F0, 0RECV_B0 ,0B0,0REDUCE_GRAD,0RESHARD
 
@@ -187,10 +178,7 @@ def test_a_table_with_declared_owners() -> None:
     plain = Schedule.from_csv("0F0,0B0\n0F1,0B1\n")  # as microbatches go round anyway
     assert check(plain).num_actions == 4
     assert plain.owners == ((0, 1),)
-
-
-def test_owners_that_no_order_makes_fit() -> None:
-    """Rank 0 runs two microbatches in a row."""
+    # Rank 0 runs two microbatches in a row.
     text = "0F0,0F1,0B0,0B1\n0F2,0B2\n"
     with pytest.raises(ScheduleError, match=r"row 2: 0F2 is of stage 0, .*; expected one row for each stage$"):
         Schedule.from_csv(text)
@@ -208,16 +196,13 @@ def test_json_round_trip(schedule: Schedule, batches: int, rule: str, data: st.D
     assert Schedule.from_json(schedule.to_json()) == schedule
 
 
-def test_a_file_without_update_groups_updates_once_a_batch() -> None:
+def test_json_is_readable_also_of_before_update_groups() -> None:
     """Written before there were any: the key is missing."""
     data = json.loads(build("2bw", num_ranks=2, num_microbatches=4).to_json())
     del data["update_every"]
-    schedule = Schedule.from_json(json.dumps(data))
-    assert (schedule.update_every, schedule.group_size, schedule.groups_per_batch) == (None, 4, 1)
-    check(schedule)
-
-
-def test_json_is_readable() -> None:
+    made = Schedule.from_json(json.dumps(data))
+    assert (made.update_every, made.group_size, made.groups_per_batch) == (None, 4, 1)
+    check(made)
     schedule = build("1f1b", num_ranks=2, num_microbatches=1).with_edges([Edge(0, 1, False)])
     assert json.loads(schedule.to_json()) == {
         "version": 1,

@@ -285,7 +285,7 @@ def test_causes_add_up_in_every_measurement(case: tuple[Schedule, Costs], data: 
     check_sums(replace(timeline, ranks=tuple(data.draw(paused(timeline))), measured=True))
 
 
-def test_an_even_pipeline_warms_up_waits_and_drains() -> None:
+def test_an_even_pipeline_and_waiting_for_a_rank_with_more_work() -> None:
     """
     rank 0 | F0 F1 .  .  B0 F2 B1 .  B2      P=3 in unit time, M=3
     rank 1 | .  F0 F1 .  B0 F2 B1 .  ...
@@ -301,10 +301,7 @@ def test_an_even_pipeline_warms_up_waits_and_drains() -> None:
         NONE._replace(warm_up=1.0, late_peer=2.0, drain=1.0),
         NONE._replace(warm_up=2.0, drain=2.0),
     )
-
-
-def test_waiting_for_a_rank_with_more_work_is_imbalance() -> None:
-    """Rank 0 works 4, rank 1 works 12: 8 seconds of rank 0 are lost in any order, one more in this one."""
+    # Rank 0 works 4, rank 1 works 12: 8 seconds of rank 0 are lost in any order, one more in this one.
     schedule = build("1f1b", num_ranks=2, num_microbatches=2)
     costs = Costs(forward=[1.0, 3.0], backward=[1.0, 3.0])
     timeline = simulate(schedule, costs)
@@ -367,7 +364,7 @@ def test_a_wait_for_data_is_a_cause_of_its_own() -> None:
     assert path[:4] == [("data", 0, 5.0), ("forward", 0, 1.0), ("data", 1, 4.0), ("forward", 1, 1.0)]
 
 
-def test_updates() -> None:
+def test_waiting_for_updates_and_for_nothing() -> None:
     """Without a norm each rank updates at once; with one all wait for the last backward (drain), then for the norm."""
     schedule = build("1f1b", num_ranks=2, num_microbatches=1)
     costs = Costs(forward=1.0, backward=2.0, update=0.5)
@@ -379,9 +376,6 @@ def test_updates() -> None:
         NONE._replace(late_peer=3.0, update=0.75),
         NONE._replace(warm_up=1.0, drain=2.0, update=0.75),
     )
-
-
-def test_a_rank_that_does_nothing_drains() -> None:
     schedule = by_hand("0F0 0B0", "", microbatches=1, placement=[[0], []])
     timeline = simulate(schedule, Costs(forward=1.0, backward=2.0))
     assert attribute_idle(timeline) == (NONE, NONE._replace(drain=3.0))
@@ -402,17 +396,14 @@ def test_a_window_lacks_the_makers_of_its_first_messages(name: str, latency: flo
         assert latency or not inner
 
 
-def test_neither_maker_nor_message_is_unexplained() -> None:
+def test_what_is_around_no_action_or_unexplained() -> None:
     """Nothing says why rank 0 waited for a gradient of a batch before the window."""
     schedule = build("pipedream", num_ranks=2, num_microbatches=1)
     compute = (Span(Action.parse("0F5"), 0.0, 1.0), Span(Action.parse("0B4"), 3.0, 5.0))
     other = (Span(Action.parse("1F5"), 1.0, 2.0), Span(Action.parse("1B5"), 2.0, 4.0))
     window = Timeline(schedule=schedule, ranks=(RankTrace(compute=compute), RankTrace(compute=other)), measured=True)
     assert attribute_idle(window)[0] == NONE._replace(unexplained=2.0)
-
-
-def test_a_gap_in_which_a_sum_begins_is_around_no_action() -> None:
-    """One rank of two chunks: behind the last chunk's backward its gradients are copied and sent off for 4 s."""
+    # One rank of two chunks: behind the last chunk's backward its gradients are copied and sent off for 4 s.
     step = simulate(
         build("interleaved", num_ranks=1, num_microbatches=1, num_chunks=2), Costs(forward=1.0, backward=2.0)
     )

@@ -170,21 +170,15 @@ def test_memory_is_drawn_and_told(browser):
     assert looked.colours([(x - 3, y)]) == ["#4477AA"]
 
 
-def test_names_are_text_whatever_they_hold(browser):
+def test_names_are_text_and_a_rank_that_left_nothing_is_told(browser):
     hostile = "</script ></script><script>document.title = 'broken'</script><!-- \"'&<b>\u20ac @@DATA@@ \u2028"
     looked = browser.show(replace(example(), name=hostile, notes=(hostile,)), example())
     assert looked.page.title().startswith("</script ></script><script>")
     for place in ("#title", "#notes"):
         assert "</script><script>document.title" in looked.page.inner_text(place)
-
-
-def test_a_note_says_a_name_once(browser):
     named = replace(example(), notes=("run: cut into 4", "rank 1 left no trace"))
     looked = browser.show(named, replace(example(), name="other"))
     assert looked.page.inner_text("#notes").split("\n") == ["run: cut into 4", "run: rank 1 left no trace"]
-
-
-def test_a_rank_that_left_nothing_is_told(browser):
     exhibit = example(steps=(1,))
     whole = exhibit.measured[0].timeline
     part = replace(whole, ranks=(whole.ranks[0], RankTrace(compute=())), missing=(1,))
@@ -193,11 +187,8 @@ def test_a_rank_that_left_nothing_is_told(browser):
     assert "rank 1 left no trace." in looked.page.inner_text("#notes")
 
 
-def test_the_same_exhibits_give_the_same_page():
+def test_a_page_is_the_same_each_time_and_shows_something():
     assert explorer_html([example()]) == explorer_html([example()])
-
-
-def test_nothing_to_show_is_refused():
     with pytest.raises(ValueError, match=r"exhibits=\[\]: expected at least one"):
         explorer_html([])
 

@@ -48,7 +48,7 @@ def replicated(*factors: float) -> Exhibit:
     return Exhibit(name="run", simulated=simulated, measured=steps)
 
 
-def test_equal_replicas_are_one_row_that_opens(browser: Any) -> None:
+def test_equal_replicas_are_one_row_that_opens_and_others_stay_apart(browser: Any) -> None:
     looked = browser.show(replicated(0.9, 0.8, 0.7, 1.0))
     assert names(looked) == [
         ["rank 0, 2 replicas", "rank 2, 2 replicas"],
@@ -68,9 +68,6 @@ def test_equal_replicas_are_one_row_that_opens(browser: Any) -> None:
     assert names(looked)[0] == ["rank 0, 2 replicas", "rank 2, 2 replicas"]
     looked.evaluate("stagewright.jump(stagewright.page.panels[0], 1, '0F3')")  # a replica that does not show
     assert names(looked)[0] == ["rank 0", "rank 1", "rank 2, 2 replicas"]
-
-
-def test_replicas_at_other_times_stay_apart(browser: Any) -> None:
     exhibit = replicated()
     late = [
         (r, tuple(s._replace(end=s.end + 0.01 * r) for s in t.compute)) for r, t in enumerate(exhibit.simulated.ranks)

@@ -72,7 +72,7 @@ def test_figures_of_a_prediction(name: str) -> None:
     assert -1e-9 <= found["lower bound"].bubble <= timeline.bubble + 1e-9
 
 
-def test_figures_of_a_run() -> None:
+def test_figures_of_a_run_with_and_without_its_costs() -> None:
     """Three steps: their median; the bound takes links and the optimizer into account."""
     schedule = build("1f1b", num_ranks=4, num_microbatches=8)
     costs = Costs(forward=[1.0, 1.0, 1.0, 2.0], backward=2.0, update=0.5)
@@ -84,9 +84,6 @@ def test_figures_of_a_run() -> None:
     assert found["measured"].seconds == pytest.approx(1.5 * simulated.makespan)
     assert found["measured"].how == "median of 3 steps"
     assert found["lower bound"].seconds == lower_bound(schedule, costs, links)
-
-
-def test_where_costs_are_not_known_a_timeline_s_own_medians_stand_for_them() -> None:
     schedule = build("zb-h1", num_ranks=4, num_microbatches=8)
     costs = Costs(forward=1.0, input_grad=1.5, weight_grad=0.5, update=0.25)
     timeline = simulate(schedule, costs)

@@ -209,7 +209,7 @@ def test_seconds_are_added_where_nothing_is_and_updates_come_behind(browser: Any
     assert "0F1 on rank 0 (500 ms under way" in looked.page.inner_text("#tooltip")
 
 
-def test_a_stream_is_told_by_the_batch(browser: Any) -> None:
+def test_a_stream_is_told_by_the_batch_and_a_prediction_of_other_costs_as_such(browser: Any) -> None:
     schedule, costs = build("2bw", num_ranks=3, num_microbatches=4), Costs(forward=1.0, backward=2.0, update=0.5)
     looked = browser.show(exhibit(schedule, costs))
     move(looked, "Forward F", 2)
@@ -218,9 +218,6 @@ def test_a_stream_is_told_by_the_batch(browser: Any) -> None:
         f"a batch every {simulate(schedule, costs).batch_seconds:.4g} s → {timeline.batch_seconds:.4g}"
     )
     assert looked.evaluate("stagewright.page.panels[1].rows[2].program.versions[0]") == 0
-
-
-def test_a_prediction_of_other_costs_is_told(browser: Any) -> None:
     schedule, costs = build("gpipe", num_ranks=2, num_microbatches=4), Costs(forward=1.0, backward=2.0)
     looked = browser.show(replace(exhibit(schedule, costs), simulated=simulate(schedule, Costs(forward=2.0))))
     move(looked, "Backward B", 2)

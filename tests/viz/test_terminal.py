@@ -225,7 +225,7 @@ def example(*, latency=0.0, update=0.0, num_chunks=2):
     return simulate(schedule, Costs(forward=0.010, backward=0.020, latency=latency, update=update))
 
 
-def test_lanes_for_compute_and_messages(tmp_path):
+def test_sums_of_gradients_have_a_lane_beside_those_of_compute_and_messages(tmp_path):
     trace = written(example(latency=0.035), tmp_path)
     assert named(trace, "process_name") == {(0, 0): "rank 0", (1, 0): "rank 1"}
     threads = named(trace, "thread_name")
@@ -241,9 +241,6 @@ def test_lanes_for_compute_and_messages(tmp_path):
     assert order[0, 0] < order[0, 100] < order[0, 101]
     write_perfetto(example(latency=0.035), tmp_path / "b")
     assert (tmp_path / "trace.json").read_bytes() == (tmp_path / "b").read_bytes()
-
-
-def test_sums_of_gradients_have_a_lane(tmp_path):
     schedule = replicate(build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2), 2)
     trace = written(simulate(schedule, Costs(latency=0.1, reduce_grad=5.0, update=0.5)), tmp_path)
     threads = named(trace, "thread_name")
@@ -285,7 +282,7 @@ def test_timelines_side_by_side(tmp_path):
     assert facts["simulated"]["makespan_bubble"] == simulated.makespan_bubble
 
 
-def test_an_arrow_back_in_time_is_left_out(tmp_path):
+def test_arrows_are_those_that_a_window_knows_and_never_lead_back(tmp_path):
     """Clocks of two hosts that disagree: rank 1 seems to use what rank 0 has not begun to make."""
     schedule = build("1f1b", num_ranks=2, num_microbatches=1)
     ahead, behind = simulate(schedule, Costs()).ranks
@@ -294,10 +291,7 @@ def test_an_arrow_back_in_time_is_left_out(tmp_path):
     trace = written(timeline, tmp_path)
     assert [e["name"] for e in of_phase(trace, "s")] == ["grad 0"]
     assert min(e["ts"] for e in of_phase(trace, "X")) == 0.0
-
-
-def test_a_window_of_a_stream_has_the_arrows_it_knows(tmp_path):
-    """The first gradients come from a batch before it: no maker, no arrow."""
+    # The first gradients come from a batch before it: no maker, no arrow.
     timeline = simulate(build("2bw", num_ranks=2, num_microbatches=2), Costs(latency=0.25))
     ranks = tuple(replace(trace, compute=trace.compute[12:24]) for trace in timeline.ranks)
     trace = written(replace(timeline, ranks=ranks, measured=True), tmp_path)
@@ -307,14 +301,11 @@ def test_a_window_of_a_stream_has_the_arrows_it_knows(tmp_path):
     )
 
 
-def test_an_empty_timeline_names_its_ranks(tmp_path):
+def test_an_empty_timeline_names_its_ranks_and_nothing_is_refused(tmp_path):
     schedule = build("gpipe", num_ranks=2, num_microbatches=1)
     trace = written(Timeline(schedule=schedule, ranks=(RankTrace(compute=()),) * 2), tmp_path)
     assert set(named(trace, "process_name").values()) == {"rank 0", "rank 1"}
     assert not of_phase(trace, "X")
-
-
-def test_refuses_nothing_and_names_that_stand_twice(tmp_path):
     with pytest.raises(ValueError, match="at least one"):
         write_perfetto([], tmp_path / "x.json")
     with pytest.raises(ValueError, match=r"timelines named \['a', 'a'\]: expected another name for each"):

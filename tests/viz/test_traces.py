@@ -223,7 +223,7 @@ def test_a_missing_rank_is_an_empty_row(tmp_path: Path) -> None:
     assert exhibit.notes == ("t: stage 1 is in no trace: it is an empty row",)
 
 
-def test_clocks_that_differ_are_said(tmp_path: Path) -> None:
+def test_clocks_that_differ_are_said_and_different_zeros_are_one(tmp_path: Path) -> None:
     truth = example()
     late = replace(truth, ranks=(truth.shifted(0.003).ranks[0], truth.ranks[1]))
     exhibit = exhibit_of_traces(written(late, tmp_path, about=lambda rank: {"host_name": f"node{rank}"}), name="t")
@@ -231,11 +231,7 @@ def test_clocks_that_differ_are_said(tmp_path: Path) -> None:
         "t: the clocks of node0, node1 are assumed to agree",
         "t: an input was used 2,900 us before it was made: the ranks' clocks differ by that much",
     )
-
-
-def test_clocks_of_different_zeros_are_one(tmp_path: Path) -> None:
-    """Kineto counts from a base of its own choice, which each file tells."""
-    truth = example()
+    # Kineto counts from a base of its own choice, which each file tells.
     parts = [truth.ranks[0], truth.shifted(-5.0).ranks[1]]
     paths = written(
         replace(truth, ranks=tuple(parts)), tmp_path, about=lambda rank: {"baseTimeNanoseconds": rank * 5 * 10**9}

@@ -185,15 +185,12 @@ def arrivals(wire, until=1e9):
     return [(packet, pytest.approx(due)) for due, _, packet in wire.leave(until)]
 
 
-def test_two_senders_share_the_card_of_the_receiver():
+def test_a_wire_shares_cards_slows_sites_and_drops_what_does_not_fit():
     wire = crossing(near=Link(seconds_per_byte=0.01))
     for name, source in (("a", 0), ("b", 1), ("c", 0), ("d", 1)):
         wire.enter(name, size=100, source=source, target=2, now=0.0)
     # Each sender alone has its second packet out at 2; together they take 4.
     assert arrivals(wire) == [("a", 1.0), ("b", 2.0), ("c", 3.0), ("d", 4.0)]
-
-
-def test_what_goes_to_another_site_is_slower_at_both_ends_and_does_not_hold_up_neighbours():
     wire = crossing(
         sites=(0, 0, 1), near=Link(latency=0.1, seconds_per_byte=0.01), far=Link(latency=5.0, seconds_per_byte=0.1)
     )
@@ -203,9 +200,6 @@ def test_what_goes_to_another_site_is_slower_at_both_ends_and_does_not_hold_up_n
     wire.enter("from a neighbour", size=100, source=1, target=2, now=0.0)
     # The card sends three packets in 3 s; those for the other site leave it 10 s apart, and meet the neighbour's there.
     assert arrivals(wire) == [("near", 3.1), ("far", 15.0), ("from a neighbour", 25.0), ("far too", 35.0)]
-
-
-def test_what_does_not_fit_is_dropped_and_room_comes_back():
     wire = crossing(near=Link(latency=1.0), room=250)
     assert [wire.enter(name, size=100, source=0, target=1, now=0.0) for name in "abc"] == [True, True, False]
     assert wire.dropped == 1

@@ -224,16 +224,13 @@ def test_whatever_differs_is_told_to_all_by_name() -> None:
     ]
 
 
-def test_a_silent_node_is_named_on_those_that_came() -> None:
+def test_nodes_that_are_silent_or_cannot_reach_node_0_are_named() -> None:
     (port,) = free_ports(1, among=ports_of_this_worker())
     told = come(*((meeting(rank, port=port, limit=3.0), FACTS, "") for rank in (0, 1)))
     assert (
         told
         == [f"node 2 (host c): silent for 3 s, expected at {HOST}:{port} (there: node 0 (host a), node 1 (host b))"] * 2
     )
-
-
-def test_a_node_that_cannot_reach_node_0_says_so() -> None:
     (port,) = free_ports(1, among=ports_of_this_worker())
     assert come((meeting(1, port=port, limit=0.2), FACTS, "")) == [
         f"node 1 (host b): cannot reach node 0 (host a) at {HOST}:{port}, tried for 0.2 s (Connection refused): "

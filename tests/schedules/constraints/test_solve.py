@@ -157,16 +157,13 @@ def test_an_order_is_found_where_there_is_one_and_the_rules_named_where_not(
         assert (found is None) == (lacking is None), raised
 
 
-def test_all_that_is_free_is_chosen_for_a_short_makespan() -> None:
+def test_all_that_is_free_is_chosen_and_a_start_that_cannot_end_taken_back() -> None:
     for costs in (Costs(forward=1.0, backward=2.0), Costs(forward=1.0, backward=1.0, latency=0.5)):
         free = Constraints(num_ranks=4, num_microbatches=8).solve(costs)
         assert (
             simulate(free, costs).makespan <= simulate(build("1f1b", num_ranks=4, num_microbatches=8), costs).makespan
         )
-
-
-def test_a_greedy_start_that_cannot_end_is_taken_back() -> None:
-    """A rank that takes the first forwards it can has no room for the chunk that would free some: a search finds it."""
+    # A rank that takes the first forwards it can has no room for the chunk that would free some: a search finds it.
     constraints = Constraints(
         num_ranks=2,
         num_microbatches=4,
@@ -177,7 +174,7 @@ def test_a_greedy_start_that_cannot_end_is_taken_back() -> None:
     assert check(constraints.solve()).peak_activations == (2, 2)
 
 
-def test_contradictions_name_the_rules_and_the_actions() -> None:
+def test_contradictions_name_the_rules_and_the_actions_also_across_ranks() -> None:
     rules = {
         "all forwards first": lambda s, m: F(s, 2).before(B(s, m)),
         "in order": in_order(F),
@@ -203,9 +200,6 @@ def test_contradictions_name_the_rules_and_the_actions() -> None:
             split_backward=True,
             rules={"W before I": lambda s, m: W(s, m).before(I(s, m))},
         ).solve()
-
-
-def test_rules_across_ranks_must_follow_from_messages() -> None:
     rules = {"stage 1 waits": F(0, 2).before(F(1, 0))}
     with pytest.raises(
         ScheduleError, match=r"'stage 1 waits' wants 0F2 before 1F0, on the ranks 0 and 1, but no messa"

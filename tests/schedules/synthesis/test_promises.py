@@ -205,16 +205,13 @@ def test_pieces_are_joined_or_divided_and_a_placement_that_they_do_not_make_is_l
     assert {each.placement for each in found.placements} == {"plain", "cyclic"}
 
 
-def test_what_placements_that_cannot_win_leave_goes_to_the_winner() -> None:
+def test_the_winner_gets_what_other_placements_leave_and_starts_keep_theirs() -> None:
     """Long messages leave the plain one alone; its search spends all there is."""
     forward, factors = [2.0, 3.0, 2.0], [1, 3, 1, 2]
     costs = Costs(forward=forward, input_grad=2.0, weight_grad=1.5, latency=15.0, index_factors=factors)
     found = synthesize(num_ranks=3, num_microbatches=4, costs=costs, memory_limit=2, placement="any", evaluations=90)
     assert [each.value is None for each in found.placements] == [False, True, True]
     assert (found.stopped, found.evaluations) == ("evaluations", 90)
-
-
-def test_a_start_goes_to_its_own_placement() -> None:
     start = build("zb-v", num_ranks=2, num_microbatches=3)
     costs = Costs(forward=2.0, input_grad=2.0, weight_grad=2.0)
     found = synthesize(num_ranks=2, num_microbatches=3, costs=costs, placement="any", start=start, evaluations=1)
@@ -302,17 +299,14 @@ def test_each_batch_is_within_its_memory_and_no_slower_than_the_fixed_schedule(
     assert bool(fitting) == (limit != 1.0)
 
 
-def test_one_order_from_a_warm_start_is_never_worse_than_the_fixed_one() -> None:
+def test_orders_from_before_help_and_are_never_worse_than_the_fixed_one() -> None:
     """Even where there is no time to look at anything."""
     orders = BatchOrders(build("1f1b", num_ranks=P, num_microbatches=M), cold=1, warm=1)
     for problem in problems(3, limit=3.0):
         found = orders.find(problem)
         assert (found.evaluations, found.value) == (1, found.fixed_value)
         assert found.schedule is orders.fixed
-
-
-def test_what_was_found_for_a_batch_helps_with_the_next() -> None:
-    """A few orders from a warm start do as well as as many without do not."""
+    # A few orders from a warm start do as well as as many without do not.
     fixed = build("1f1b", num_ranks=P, num_microbatches=M)
     warm, gains = BatchOrders(fixed, cold=80, warm=12), []
     for number, problem in enumerate(problems(8, limit=3.0)):
