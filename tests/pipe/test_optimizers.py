@@ -305,8 +305,10 @@ class NeedsTwo:
 
 
 def test_a_schedule_that_needs_more_than_the_loss_is_refused() -> None:
-    for each in (NeedsTwo(), SimpleNamespace(step=NeedsTwo().step)):
-        message = f"the step of the scheduler {type(each).__name__} needs loss, accuracy: expected one that"
+    """One of timm was given the loss as its epoch."""
+    of_timm = SimpleNamespace(step=lambda epoch, metric=None: None)
+    for each, needs in ((NeedsTwo(), "loss, accuracy"), (of_timm, "epoch")):
+        message = f"the step of the scheduler {type(each).__name__} needs {needs}: expected one that"
         with pytest.raises(ValueError, match=message):
             make(lr_scheduler=lambda optimizer, each=each: each)
 
