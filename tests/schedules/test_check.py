@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 from support.grids import nightly
-from support.inside import MOVE_OPS, RankProgram, Sharing, Transfer, make_stream, where_sends_wait
+from support.inside import MOVE_OPS, RankProgram, Sharing, Transfer, make_stream, receives_ahead, where_sends_wait
 from support.sizes import fitting
 
 from stagewright.schedules import (
@@ -237,6 +237,15 @@ def test_no_more_receives_than_that_takes(name: str, sizes: tuple[int, int, int]
     P, V, M = sizes
     programs = lower(build(name, num_ranks=P, num_microbatches=M, num_chunks=V)).programs
     assert max(receives_of_a_link(program) for program in programs) == most
+
+
+@pytest.mark.parametrize("warmup", [(8, 0), (7, 0, 0), (12, 10, 5, 0), (2, 1, 0)], ids=str)
+def test_a_stream_posts_no_more_receives_than_memory_counts(warmup: tuple[int, ...]) -> None:
+    """Twice as many, or four times, behind a warm-up that is deeper by four or more than the next rank's."""
+    ranks, most = range(len(warmup)), max(a - b for a, b in zip(warmup, warmup[1:], strict=False))
+    schedule = build("2bw", num_ranks=len(warmup), num_microbatches=12, warmup=warmup)
+    stream = make_stream(schedule, sharing=Sharing(receives_ahead=receives_ahead(1e9, schedule)))
+    assert max(receives_of_a_link(stream.whole(rank, 3)) for rank in ranks) == max(4, 1 + most)
 
 
 def receives_of_a_link(program: RankProgram) -> int:
