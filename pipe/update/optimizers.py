@@ -229,7 +229,7 @@ class StageOptimizers:
                     optimizer.step()
             for scheduler in self.schedulers:
                 if loss is not None or not required_arguments(scheduler):
-                    scheduler.step(**dict.fromkeys(required_arguments(scheduler), loss))  # type: ignore[arg-type]
+                    scheduler.step(**dict.fromkeys(required_arguments(scheduler), loss))
             for part in self.parts.values():
                 part.settle()
         for optimizer in self.optimizers:

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from textwrap import dedent
 
 import pytest
@@ -242,7 +242,7 @@ def test_no_more_receives_than_that_takes(name: str, sizes: tuple[int, int, int]
 @pytest.mark.parametrize("warmup", [(8, 0), (7, 0, 0), (12, 10, 5, 0), (2, 1, 0)], ids=str)
 def test_a_stream_posts_no_more_receives_than_memory_counts(warmup: tuple[int, ...]) -> None:
     """Twice as many, or four times, behind a warm-up that is deeper by four or more than the next rank's."""
-    ranks, most = range(len(warmup)), max(a - b for a, b in zip(warmup, warmup[1:], strict=False))
+    ranks, most = range(len(warmup)), max(a - b for a, b in pairwise(warmup))
     schedule = build("2bw", num_ranks=len(warmup), num_microbatches=12, warmup=warmup)
     stream = make_stream(schedule, sharing=Sharing(receives_ahead=receives_ahead(1e9, schedule)))
     assert max(receives_of_a_link(stream.whole(rank, 3)) for rank in ranks) == max(4, 1 + most)
