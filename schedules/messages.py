@@ -32,16 +32,15 @@ def receives_ahead(num_bytes: float, schedule: Schedule | None = None) -> int:
     ahead = max(RECEIVES_AHEAD, int(AHEAD_BYTES // max(1, num_bytes)))
     if schedule is None or not schedule.is_asynchronous:
         return ahead
-    now, most = Counter[tuple[int, int, bool]](), Counter[tuple[int, int, bool]]()  # forwards, by link and end of it
+    now, most = Counter[tuple[int, int, bool]](), Counter[tuple[int, int, bool]]()  # forwards, by peers, for the next
     for rank, program in enumerate(schedule.programs):
         for stage, op, index, *_ in program:
             for other in (stage - 1, stage + 1) if op in (Op.F, Op.B) else ():
                 if 0 <= other < schedule.num_stages:
-                    peer = schedule.owner(other, index)
-                    end = (rank, peer, True) if other > stage else (peer, rank, False)
-                    now[end] += 1 if op is Op.F else -1
-                    most[end] = max(most[end], now[end])
-    return max([ahead, *(1 + most[src, dst, True] - most[src, dst, False] for src, dst, sends in most if sends)])
+                    pair = rank, schedule.owner(other, index), other > stage
+                    now[pair] += 1 if op is Op.F else -1
+                    most[pair] = max(most[pair], now[pair])
+    return max([ahead, *(1 + most[src, dst, True] - most[dst, src, False] for src, dst, sends in most if sends)])
 
 
 class MessageKind(StrEnum):

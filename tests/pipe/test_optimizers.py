@@ -297,17 +297,11 @@ def test_an_optimizer_that_cannot_be_tried_is_told_of() -> None:
         make(optimizer=lambda parameters: Large(parameters, lr=0.1)).train_step(X, Y)
 
 
-class NeedsTwo:
-    """A schedule of the user's own."""
-
-    def step(self, loss: float, accuracy: float) -> None:
-        raise AssertionError(loss, accuracy)
-
-
 def test_a_schedule_that_needs_more_than_the_loss_is_refused() -> None:
     """One of timm was given the loss as its epoch."""
+    own = type("Own", (), {"step": lambda self, loss, accuracy: None})()
     of_timm = SimpleNamespace(step=lambda epoch, metric=None: None)
-    for each, needs in ((NeedsTwo(), "loss, accuracy"), (of_timm, "epoch")):
+    for each, needs in ((own, "loss, accuracy"), (of_timm, "epoch")):
         message = f"the step of the scheduler {type(each).__name__} needs {needs}: expected one that"
         with pytest.raises(ValueError, match=message):
             make(lr_scheduler=lambda optimizer, each=each: each)
