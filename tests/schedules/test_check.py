@@ -16,14 +16,19 @@ from support.sizes import fitting
 from stagewright.schedules import (
     FAMILIES,
     Action,
+    Costs,
+    MemoryPart,
     Message,
     Op,
     Schedule,
     ScheduleError,
+    StageBytes,
     build,
     check,
     check_lowered,
     lower,
+    memory_curves,
+    simulate,
 )
 
 from .random_schedules import ASYNC, FLUSH, by_hand, disordered, parsed, schedules, steady
@@ -242,10 +247,12 @@ def test_no_more_receives_than_that_takes(name: str, sizes: tuple[int, int, int]
 @pytest.mark.parametrize("warmup", [(8, 0), (7, 0, 0), (12, 10, 5, 0), (2, 1, 0)], ids=str)
 def test_a_stream_posts_no_more_receives_than_memory_counts(warmup: tuple[int, ...]) -> None:
     """Twice as many, or four times, behind a warm-up that is deeper by four or more than the next rank's."""
-    ranks, most = range(len(warmup)), max(a - b for a, b in pairwise(warmup))
     schedule = build("2bw", num_ranks=len(warmup), num_microbatches=12, warmup=warmup)
     stream = make_stream(schedule, sharing=Sharing(receives_ahead=receives_ahead(1e9, schedule)))
-    assert max(receives_of_a_link(stream.whole(rank, 3)) for rank in ranks) == max(4, 1 + most)
+    most = max(receives_of_a_link(stream.whole(rank, 3)) for rank in range(len(warmup)))
+    assert most == max(4, *(1 + own - after for own, after in pairwise(warmup)))
+    curve = memory_curves(simulate(schedule, Costs()), [StageBytes(output=1e9)] * len(warmup))[1]
+    assert max(curve.parts[MemoryPart.MESSAGES]) >= 2e9 * most  # as many gradients are under way
 
 
 def receives_of_a_link(program: RankProgram) -> int:
