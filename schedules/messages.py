@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from .actions import Collective
+from .actions import Collective, Op
+
+if TYPE_CHECKING:
+    from .ir import Schedule
 
 # Receives of a link that are posted and not yet consumed: at least 4, since a link carries several streams (chunks,
 # gradients), or as many as fit these bytes, to cover the bandwidth-delay product (14 MB at 1 Gbit/s over 56 ms).
@@ -21,9 +25,22 @@ BUCKET_BYTES = 1 << 24
 ALONE_BYTES = 1 << 18
 
 
-def receives_ahead(num_bytes: float) -> int:
-    """Receives to post ahead on each link, if the largest message has so many bytes."""
-    return max(RECEIVES_AHEAD, int(AHEAD_BYTES // max(1, num_bytes)))
+def receives_ahead(num_bytes: float, schedule: Schedule | None = None) -> int:
+    """Receives to post ahead on each link, if the largest message has so many bytes. In a stream at least one more than
+    the forwards that a rank runs ahead of the next one: else the sends of both may wait over links that do not buffer.
+    """
+    ahead = max(RECEIVES_AHEAD, int(AHEAD_BYTES // max(1, num_bytes)))
+    if schedule is None or not schedule.is_asynchronous:
+        return ahead
+    now, most = Counter[tuple[int, int, bool]](), Counter[tuple[int, int, bool]]()  # forwards, by peers, for the next
+    for rank, program in enumerate(schedule.programs):
+        for stage, op, index, *_ in program:
+            for other in (stage - 1, stage + 1) if op in (Op.F, Op.B) else ():
+                if 0 <= other < schedule.num_stages:
+                    pair = rank, schedule.owner(other, index), other > stage
+                    now[pair] += 1 if op is Op.F else -1
+                    most[pair] = max(most[pair], now[pair])
+    return max([ahead, *(1 + most[src, dst, True] - most[dst, src, False] for src, dst, sends in most if sends)])
 
 
 class MessageKind(StrEnum):

@@ -84,7 +84,7 @@ class Seen:
         hidden = (before < 0) & self.is_causal
         if self.window is not None:
             hidden |= before >= self.window
-        has_autocast = torch.is_autocast_enabled(like.device.type)
+        has_autocast = torch.is_autocast_enabled(like.device.type) and like.dtype is not torch.float64
         kind = torch.get_autocast_dtype(like.device.type) if has_autocast else like.dtype  # else it would be copied
         row = torch.zeros(len(before), dtype=kind, device=like.device).masked_fill(hidden, float("-inf"))
         return row.as_strided((len(own), stop), (1, 1))

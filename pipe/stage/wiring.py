@@ -80,7 +80,7 @@ class Mode:
             self._inputs[wire] = [takers[slot] for slot in self.slots[wire]]
         sizes = [num_bytes(self.message_specs(wire.message(0), inference.of(microbatch))) for wire in self.wires]
         # Receives posted ahead per link, by the largest message, the same on all ranks.
-        self.receives_ahead = receives_ahead(max(sizes, default=0))
+        self.receives_ahead = receives_ahead(max(sizes, default=0), schedule)
 
     def unsent(self, specs: OutputSpecs) -> tuple[int, int] | None:
         """The first (stage, slot) whose output requires a gradient, by these specs, and gets none over its wire."""

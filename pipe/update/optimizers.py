@@ -224,10 +224,8 @@ class StageOptimizers:
                 with nullcontext() if feedback is None else feedback.around(optimizer, self.names, is_fresh=is_fresh):
                     optimizer.step()
             for scheduler in self.schedulers:
-                if not required_arguments(scheduler):
-                    scheduler.step()
-                elif loss is not None:
-                    scheduler.step(loss)  # type: ignore[arg-type]  # torch's type for ReduceLROnPlateau differs
+                if loss is not None or not required_arguments(scheduler):
+                    scheduler.step(**dict.fromkeys(required_arguments(scheduler), loss))
             for part in self.parts.values():
                 part.settle()
         for optimizer in self.optimizers:
@@ -291,10 +289,10 @@ def _scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> L
             f"and returns a scheduler, such as lambda optimizer: StepLR(optimizer, step_size=100)"
         )
     needed = required_arguments(made)
-    if len(needed) > 1:
+    if len(needed) > 1 or {"epoch", "num_updates", "step", "current_step"}.intersection(needed):
         raise ValueError(
             f"the step of the scheduler {type(made).__name__} needs {', '.join(needed)}: expected one that takes "
-            f"nothing, or the loss alone as ReduceLROnPlateau does"
+            f"nothing, or the loss alone as ReduceLROnPlateau does; one that counts the steps itself may call it"
         )
     return made
 

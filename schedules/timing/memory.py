@@ -118,7 +118,7 @@ def memory_curves(timeline: Timeline, stages: Sequence[StageBytes]) -> tuple[Mem
         raise ValueError(f"bytes of {len(stages)} stages for a schedule of {schedule.num_stages}: expected as many")
     needs = Dependencies(schedule)
     versions = timeline.peak_versions if schedule.is_asynchronous else (1,) * schedule.num_ranks
-    ahead = receives_ahead(max(stage.output for stage in stages))
+    ahead = receives_ahead(max(stage.output for stage in stages), schedule)
     if schedule.is_asynchronous:  # receives of a batch are posted no earlier than with it
         ahead = min(ahead, schedule.num_microbatches * max(map(len, schedule.placement)))
     return tuple(

@@ -295,16 +295,12 @@ def test_an_optimizer_that_is_tried_notices_nothing_and_one_that_cannot_is_told_
         make(optimizer=lambda parameters: Large(parameters, lr=0.1)).train_step(X, Y)
 
 
-class NeedsTwo:
-    """A schedule of the user's own."""
-
-    def step(self, loss: float, accuracy: float) -> None:
-        raise AssertionError(loss, accuracy)
-
-
 def test_a_schedule_that_needs_more_than_the_loss_is_refused() -> None:
-    for each in (NeedsTwo(), SimpleNamespace(step=NeedsTwo().step)):
-        message = f"the step of the scheduler {type(each).__name__} needs loss, accuracy: expected one that"
+    """One of timm was given the loss as its epoch."""
+    own = type("Own", (), {"step": lambda self, loss, accuracy: None})()
+    of_timm = SimpleNamespace(step=lambda epoch, metric=None: None)
+    for each, needs in ((own, "loss, accuracy"), (of_timm, "epoch")):
+        message = f"the step of the scheduler {type(each).__name__} needs {needs}: expected one that"
         with pytest.raises(ValueError, match=message):
             make(lr_scheduler=lambda optimizer, each=each: each)
 

@@ -3,27 +3,32 @@
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from textwrap import dedent
 
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 from support.grids import nightly
-from support.inside import MOVE_OPS, RankProgram, Sharing, Transfer, make_stream, where_sends_wait
+from support.inside import MOVE_OPS, RankProgram, Sharing, Transfer, make_stream, receives_ahead, where_sends_wait
 from support.sizes import fitting
 
 from stagewright.schedules import (
     FAMILIES,
     Action,
+    Costs,
+    MemoryPart,
     Message,
     Op,
     Schedule,
     ScheduleError,
+    StageBytes,
     build,
     check,
     check_lowered,
     lower,
+    memory_curves,
+    simulate,
 )
 
 from .random_schedules import ASYNC, FLUSH, by_hand, disordered, parsed, schedules, steady
@@ -234,6 +239,17 @@ def test_no_more_receives_than_that_takes(name: str, sizes: tuple[int, int, int]
     P, V, M = sizes
     programs = lower(build(name, num_ranks=P, num_microbatches=M, num_chunks=V)).programs
     assert max(receives_of_a_link(program) for program in programs) == most
+
+
+@pytest.mark.parametrize("warmup", [(8, 0), (7, 0, 0), (12, 10, 5, 0), (2, 1, 0)], ids=str)
+def test_a_stream_posts_no_more_receives_than_memory_counts(warmup: tuple[int, ...]) -> None:
+    """Twice as many, or four times, behind a warm-up that is deeper by four or more than the next rank's."""
+    schedule = build("2bw", num_ranks=len(warmup), num_microbatches=12, warmup=warmup)
+    stream = make_stream(schedule, sharing=Sharing(receives_ahead=receives_ahead(1e9, schedule)))
+    most = max(receives_of_a_link(stream.whole(rank, 3)) for rank in range(len(warmup)))
+    assert most == max(4, *(1 + own - after for own, after in pairwise(warmup)))
+    curve = memory_curves(simulate(schedule, Costs()), [StageBytes(output=1e9)] * len(warmup))[1]
+    assert max(curve.parts[MemoryPart.MESSAGES]) >= 2e9 * most  # as many gradients are under way
 
 
 def receives_of_a_link(program: RankProgram) -> int:
