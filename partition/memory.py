@@ -349,7 +349,7 @@ def bytes_by_in_flight(
     workspace = sums.workspace / num_chunks + sums.before + sums.after
     under = sums.under(recompute)
     passing, one = workspace + sent / share + under.again, sums.after / share + under.kept
-    shards, (always, for_each) = replicas if divides else 1, versions
+    shards, (always, for_each) = sums.holders(replicas) if divides else 1, versions
     bucket = _bytes_while_summing(sums, replicas=replicas, shards=shards, streams=streams, share=num_chunks)
     kept = sums.weights * weight_copies(always, optimizer_ratio, shards) + sums.buffers
     # With one stage a rank and a flush nothing else is under way while gradients are summed.
@@ -378,7 +378,7 @@ def _bytes_while_summing(
         small = np.minimum(sums.small, BUCKET_BYTES / share)
         divided = np.maximum(sums.largest / share, small) + sums.weights * (1 - 1 / np.asarray(shards))
         found = np.where(np.asarray(shards) > 1, divided, small)
-    return np.asarray(np.where(np.asarray(replicas) > 1, found, 0.0))
+    return np.asarray(np.where(np.asarray(replicas) * sums.rounds.context > 1, found, 0.0))
 
 
 def stream_copies(weights: Floats, shards: Figures) -> Floats:
@@ -400,7 +400,7 @@ def stage_bytes(
     found = []
     for stage, (weights, chunk) in enumerate(zip(sums.weights.tolist(), chunk_of_stages(positions), strict=True)):
         memory = memories[positions[stage]]
-        use, row, shards = memory.uses[chunk], sums.under(memory.recompute[chunk]), memory.shards[chunk]
+        use, row, shards = memory.uses[chunk], sums.under(memory.recompute[chunk]), sums.holders(memory.shards[chunk])
         summing = _bytes_while_summing(sums, replicas=replicas[positions[stage]], shards=shards, streams=streams)
         found.append(
             StageBytes(
