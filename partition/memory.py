@@ -277,7 +277,7 @@ class RankMemory:
     """One rank at its peak."""
 
     recompute: tuple[str, ...]  # [V] what is recomputed of each stage
-    shards: tuple[int, ...]  # [V] ranks that share its optimizer's state
+    shards: tuple[int, ...]  # [V] replicas that divide its optimizer's state
     bytes_held: Floats  # [6, V] bytes of its stages, in the order of `MemoryUse`, messages apart
     messages: float  # bytes of messages, of all stages together
     in_flight: tuple[int, ...]  # [V] the most microbatches of each stage that are there at once
@@ -366,11 +366,7 @@ def _bytes_while_summing(
     or, where the optimizer is divided, leaves part by part: a copy of the largest, and the parts of the others. A
     stream sends copies of what others need, and gets as much (of a divided optimizer the weights that it has updated
     leave, too); of whole gradients those of one other replica count, since a dynamic program does not know how many
-    there are.
-
-    Arguments:
-        shards: over which the optimizer's state is divided; 1: each holds all of it.
-        share: V; what the stages of a rank have in common counts with a V-th.
+    there are. `shards`: ranks that divide the optimizer's state. `share`: V; a V-th counts of what stages share.
     """
     if streams:
         found = stream_copies(sums.weights, shards)

@@ -223,8 +223,7 @@ class _TreatedRank:
 
     def _shards(self, sharding: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Ways to divide the optimizer's state, the whole one first: of each stage, or of many stages alike."""
-        number_of = {"none": 1, "full": self.place.replicas}
-        numbers = dict.fromkeys(number_of[name] for name in sharding)
+        numbers = dict.fromkeys(1 if name == "none" else self.place.replicas for name in sharding)
         if self.num_chunks <= 2:
             return tuple(product(numbers, repeat=self.num_chunks))
         return tuple((number,) * self.num_chunks for number in numbers)

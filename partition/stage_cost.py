@@ -87,7 +87,7 @@ def kind_of(rule: str) -> str:
 
 
 class Rounds(NamedTuple):
-    """How gradients and updated weights go round replicas, as `Profile` says."""
+    """How gradients and updated weights go round replicas, and who they are, as `Profile` says."""
 
     gradient_ratio: float = 1.0
     gather_ratio: float = 1.0
@@ -398,7 +398,7 @@ def stage_seconds(
 
     Arguments:
         again: seconds of what runs again in B, on the profile's device.
-        shards: ranks over which the optimizer's state is divided.
+        shards: replicas that divide the optimizer's state.
         action: seconds of the runtime around each action, messages apart.
         split_share: part of the microbatches whose I and W run apart; None: the schedule has none.
     """

@@ -331,8 +331,7 @@ class LayerFormulas:
         if weights and self.overlaps:
             is_all = self.dividing == self.tensor  # whole experts sum nothing, and wait for what is gathered for them
             apart, beside = (0.0, sum(own)) if is_all else (summed * (1 - 1 / max(sums, 1)), sum(own[:2]))
-            summed -= apart
-            summed = apart + max(summed / self.tensor, summed - beside * (1 - 1 / self.tensor))
+            summed = apart + max((summed - apart) / self.tensor, summed - apart - beside * (1 - 1 / self.tensor))
         return sum(plain) + sum(own) + self.device.memory_seconds(num_bytes) + summed
 
     def _node(
