@@ -336,8 +336,8 @@ def test_replicas_sum_what_they_share() -> None:
     experts = 3 * 2 * ROUTED.expert_parameters(1)
     others = 2 * ROUTED.num_parameters - 4 * experts
     assert found.links.sums[0].seconds == pytest.approx(2 * 7 / 8 * others + 2 * 1 / 2 * experts)
-    stages = [stages[0]._replace(optimizer_shards=4)]
-    divided = evaluate(source, source.cluster, stages, num_microbatches=8, microbatch_size=1)
+    shared = [stages[0]._replace(optimizer_shards=4)]
+    divided = evaluate(source, source.cluster, shared, num_microbatches=8, microbatch_size=1)
     assert divided.memory[0].optimizer == pytest.approx(6 * (others / 8 + experts / 2))  # as `_over_tensors` runs
     with pytest.raises(ValueError, match=r"\(1,\) replicas: expected multiples of expert=4"):
         evaluate(source, source.cluster, [stages[0]._replace(ranks=[0, 1])], num_microbatches=8, microbatch_size=1)
