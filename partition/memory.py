@@ -277,7 +277,7 @@ class RankMemory:
     """One rank at its peak."""
 
     recompute: tuple[str, ...]  # [V] what is recomputed of each stage
-    shards: tuple[int, ...]  # [V] ranks that share its optimizer's state
+    shards: tuple[int, ...]  # [V] replicas that divide its optimizer's state
     bytes_held: Floats  # [6, V] bytes of its stages, in the order of `MemoryUse`, messages apart
     messages: float  # bytes of messages, of all stages together
     in_flight: tuple[int, ...]  # [V] the most microbatches of each stage that are there at once
@@ -349,7 +349,7 @@ def bytes_by_in_flight(
     workspace = sums.workspace / num_chunks + sums.before + sums.after
     under = sums.under(recompute)
     passing, one = workspace + sent / share + under.again, sums.after / share + under.kept
-    shards, (always, for_each) = replicas if divides else 1, versions
+    shards, (always, for_each) = sums.holders(replicas) if divides else 1, versions
     bucket = _bytes_while_summing(sums, replicas=replicas, shards=shards, streams=streams, share=num_chunks)
     kept = sums.weights * weight_copies(always, optimizer_ratio, shards) + sums.buffers
     # With one stage a rank and a flush nothing else is under way while gradients are summed.
@@ -366,8 +366,7 @@ def _bytes_while_summing(
     or, where the optimizer is divided, leaves part by part: a copy of the largest, and the parts of the others. A
     stream sends copies of what others need, and gets as much (of a divided optimizer the weights that it has updated
     leave, too); of whole gradients those of one other replica count, since a dynamic program does not know how many
-    there are. `shards`: over which the optimizer's state is divided; 1: each holds all of it. `share`: V; what the
-    stages of a rank have in common counts with a V-th.
+    there are. `shards`: ranks that divide the optimizer's state. `share`: V; a V-th counts of what stages share.
     """
     if streams:
         found = stream_copies(sums.weights, shards)
@@ -375,7 +374,7 @@ def _bytes_while_summing(
         small = np.minimum(sums.small, BUCKET_BYTES / share)
         divided = np.maximum(sums.largest / share, small) + sums.weights * (1 - 1 / np.asarray(shards))
         found = np.where(np.asarray(shards) > 1, divided, small)
-    return np.asarray(np.where(np.asarray(replicas) > 1, found, 0.0))
+    return np.asarray(np.where(np.asarray(replicas) * sums.rounds.context > 1, found, 0.0))
 
 
 def stream_copies(weights: Floats, shards: Figures) -> Floats:
@@ -397,7 +396,7 @@ def stage_bytes(
     found = []
     for stage, (weights, chunk) in enumerate(zip(sums.weights.tolist(), chunk_of_stages(positions), strict=True)):
         memory = memories[positions[stage]]
-        use, row, shards = memory.uses[chunk], sums.under(memory.recompute[chunk]), memory.shards[chunk]
+        use, row, shards = memory.uses[chunk], sums.under(memory.recompute[chunk]), sums.holders(memory.shards[chunk])
         summing = _bytes_while_summing(sums, replicas=replicas[positions[stage]], shards=shards, streams=streams)
         found.append(
             StageBytes(

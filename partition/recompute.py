@@ -147,7 +147,8 @@ class _TreatedRank:
 
     def division(self, shards: tuple[int, ...]) -> StateDivision:
         if shards not in self._divisions:
-            optimizer, summing = self.weights * self.optimizer_ratio / np.array(shards), self._summing(shards)
+            holders = self.sums.holders(shards, self.own)
+            optimizer, summing = self.weights * self.optimizer_ratio / holders, self._summing(holders)
             kept = self.weights * self.counted.versions + optimizer + self.buffers
             self._divisions[shards] = StateDivision(
                 optimizer=optimizer,
@@ -210,21 +211,19 @@ class _TreatedRank:
     def largest_workspace(self) -> float:
         return float(self.workspace.max())
 
-    def _summing(self, shards: Sequence[int]) -> Floats:
+    def _summing(self, divided: Floats) -> Floats:
         """[V] bytes besides the gradients while they are summed: parts of other ranks, and one bucket in all."""
-        if self.place.replicas == 1:
+        if self.place.replicas * self.sums.rounds.context == 1:
             return np.zeros_like(self.weights)
         if self.place.streams:
-            return stream_copies(self.weights, shards)
-        divided = np.array(shards, dtype=np.float64)
+            return stream_copies(self.weights, divided)
         largest = float(np.where(divided > 1, self.sums.largest[self.own], 0.0).max())
         bucket = max(largest, min(float(self.sums.small[self.own].sum()), BUCKET_BYTES))
         return np.asarray(self.weights * (1 - 1 / divided + bucket / (float(self.weights.sum()) or 1.0)))
 
     def _shards(self, sharding: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Ways to divide the optimizer's state, the whole one first: of each stage, or of many stages alike."""
-        number_of = {"none": 1, "full": self.place.replicas}
-        numbers = dict.fromkeys(number_of[name] for name in sharding)
+        numbers = dict.fromkeys(1 if name == "none" else self.place.replicas for name in sharding)
         if self.num_chunks <= 2:
             return tuple(product(numbers, repeat=self.num_chunks))
         return tuple((number,) * self.num_chunks for number in numbers)

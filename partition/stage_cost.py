@@ -87,7 +87,7 @@ def kind_of(rule: str) -> str:
 
 
 class Rounds(NamedTuple):
-    """How gradients and updated weights go round replicas, as `Profile` says."""
+    """How gradients and updated weights go round replicas, and who they are, as `Profile` says."""
 
     gradient_ratio: float = 1.0
     gather_ratio: float = 1.0
@@ -95,6 +95,8 @@ class Rounds(NamedTuple):
     sums_early: bool = False
     sums_whole: bool = False
     sums_by_chunk: bool = False
+    context: int = 1
+    expert: int = 1
 
 
 class Recomputed(NamedTuple):
@@ -150,6 +152,15 @@ class StageSums:
         """Weights whose gradients replicas of the stage alone sum [bytes]."""
         own = self.weights - self.tied - self.experts
         return np.asarray(np.where(own > 1e-9 * self.weights, own, 0.0), dtype=np.float64)
+
+    def holders(self, shards: Figures, stages: Any = ...) -> Figures:
+        """Ranks with a part of the optimizer's state where so many replicas divide it, on average of a stage's bytes:
+        a context's members divide it, too, and that of an expert only the ranks that hold it."""
+        own, experts = np.asarray(shards), 0.0
+        own = np.where(own > 1, own * self.rounds.context, own)
+        if self.rounds.expert > 1:
+            experts = self.experts[stages] / np.maximum(self.weights[stages], 1e-30)
+        return 1 / ((1 - experts) / own + experts / np.maximum(own / self.rounds.expert, 1)) if np.any(experts) else own
 
     def counts(self, stage: int, kind: str = "layer") -> Recomputed:
         """[n + 1] of one stage, of which none to all n nodes that run again do so, the first ones first."""
@@ -387,11 +398,11 @@ def stage_seconds(
 
     Arguments:
         again: seconds of what runs again in B, on the profile's device.
-        shards: ranks over which the optimizer's state is divided.
+        shards: replicas that divide the optimizer's state.
         action: seconds of the runtime around each action, messages apart.
         split_share: part of the microbatches whose I and W run apart; None: the schedule has none.
     """
-    halves = None
+    halves, shards = None, sums.holders(shards)
     if split_share is not None:  # both walk the same graph, and take no less than B; what runs again does so before I
         both = sums.input_grad + sums.weight_grad
         longer = sums.backward + split_share * np.maximum(both - sums.backward, 0.0)

@@ -170,8 +170,7 @@ class LayerFormulas:
         self.dividing, rows = (tensor, self.whole) if self.expert == 1 else (1, self.wide)
         self.routed = rows * model.top_k
         ways = [summing.all_to_all(each) for each in summing.groups(self.expert, stride=tensor * self.context)]
-        routed_bytes = VALUE_BYTES * self.routed
-        self.routed_seconds = max(each.seconds(routed_bytes) for each in ways) if self.expert > 1 else 0.0
+        self.routed_seconds = max(each.seconds(VALUE_BYTES * self.routed) for each in ways) if self.expert > 1 else 0.0
         self.topology = Topology(device.reached(cluster))
 
     @property
@@ -228,7 +227,7 @@ class LayerFormulas:
         if model.precision != "16-bit":
             cast, moves = _CASTS[model.precision]
             reads, writes = reads + moves * sum(inputs), writes + moves * sum(outputs)
-            casts = 2.0 * cast * parameters
+            casts = (2.0 * cast - VALUE_BYTES * (self.runtime.keeps_bytes and cast == 1)) * parameters
             kept -= (VALUE_BYTES - cast) * (self.whole + self.routed + heads + mlp)
         node = self._node(
             "layer",
@@ -323,15 +322,17 @@ class LayerFormulas:
         """Products (FLOPs and outputs), those with a layer's `weights` in its precision, then memory traffic, then sums
         over the tensor ranks, which wait for each other, or of a layer overlap with its products in T parts."""
         plain, own = (
-            sum(self.device.matrix_seconds(flops, outputs=outputs, precision=precision) for flops, outputs in every)
+            [self.device.matrix_seconds(flops, outputs=outputs, precision=precision) for flops, outputs in every]
             for every, precision in ((products, "16-bit"), (weights, self.model.precision))
         )
         summed = sums * self.sum_seconds
         if weights and self.runtime.gathers_casts and self.model.precision != "16-bit":
             summed *= (1 + _CASTS[self.model.precision][0] / VALUE_BYTES) / 2  # scattered sums stay in 16 bits
         if weights and self.overlaps:
-            summed = max(summed / self.tensor, summed - own * (1 - 1 / self.tensor))
-        return plain + own + self.device.memory_seconds(num_bytes) + summed
+            is_all = self.dividing == self.tensor  # whole experts sum nothing, and wait for what is gathered for them
+            apart, beside = (0.0, sum(own)) if is_all else (summed * (1 - 1 / max(sums, 1)), sum(own[:2]))
+            summed = apart + max((summed - apart) / self.tensor, summed - apart - beside * (1 - 1 / self.tensor))
+        return sum(plain) + sum(own) + self.device.memory_seconds(num_bytes) + summed
 
     def _node(
         self,

@@ -21,6 +21,7 @@ class Runtime(NamedTuple):
             (`overlap_param_gather`).
         gathers_casts: activations are gathered over tensor ranks in the layers' precision (Transformer Engine).
         gathers_bytes: weights are gathered over replicas in 8 bits, where the layers' are (`fp8_param_gather`).
+        keeps_bytes: and held in 8 bits alone (the same, with MXFP8 too: "do not use any other intermediate dtype").
         adds_gradients: W reads and writes the gradients of matrices besides its products, to add a microbatch's; False:
             the device's efficiency has that in it, as where it was fitted to trainings.
         sums_early: a stage's last backward sums each bucket of gradients over replicas as it makes it
@@ -39,6 +40,7 @@ class Runtime(NamedTuple):
     gathers_ahead: bool = False
     gathers_casts: bool = False
     gathers_bytes: bool = False
+    keeps_bytes: bool = False
     adds_gradients: bool = False
     sums_early: bool = False
     sums_whole: bool = False
@@ -59,6 +61,7 @@ MEGATRON_CORE = Runtime(
     gathers_ahead=True,
     gathers_casts=True,
     gathers_bytes=True,
+    keeps_bytes=True,
     adds_gradients=True,
     sums_early=True,
     sums_by_chunk=True,

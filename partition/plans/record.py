@@ -46,7 +46,7 @@ class PlanStage:
             "layer": each node keeps its own inputs and runs again alone; "selective": the same, but results of matrix
             products are kept; "keep_less": results of GELUs are not kept; "layer:3", "selective:3", "keep_less:3": the
             first 3 of the nodes that run again; "offload": all is kept, on the host while it waits (`with_offload`).
-        optimizer_shards: ranks over which the optimizer's state is divided (1: each holds all of it).
+        optimizer_shards: replicas that divide the optimizer's state, with the members of their contexts (1: none).
         splits: of each node over the tensor ranks (`Node.split`); none: all are divided.
     """
 

@@ -72,7 +72,8 @@ class _Program:
         self.counts = list(kinds.values())
         # [K, 1] each; and [K, treatments] with the optimizer's state divided or not
         self.forward, self.backward, self.update, self.large, self.weights, self.buffers = figures.T[:6, :, None]
-        numbers = sorted({1 if name == "none" else c.data for name in model.rules.sharding})
+        most = c.data * model.profile.context if c.data > 1 else 1
+        numbers = sorted({1 if name == "none" else most for name in model.rules.sharding})
         treated = np.repeat(figures[:, 6:].reshape(len(kinds), -1, 2), len(numbers), axis=1)
         self.kept, self.again = treated[..., 0], treated[..., 1]
         self.shards = np.resize(numbers, self.kept.shape)

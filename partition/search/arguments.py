@@ -42,7 +42,7 @@ class GivenStage(NamedTuple):
         ranks: T neighbours a replica.
         tensor: T.
         recompute: see `PlanStage`.
-        optimizer_shards: ranks over which its optimizer's state is divided.
+        optimizer_shards: replicas that divide its optimizer's state, with the members of their contexts.
     """
 
     nodes: Sequence[str]

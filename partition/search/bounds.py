@@ -112,13 +112,13 @@ class LeastSeconds:
         is_split = c.family.splits_backward
         both = there if is_split else own + nodes.both[head] / speed_ahead + stages * around
         least = (total + float(both.sum())) / c.pipeline
-        rounds = self._rounds(c, model.profile)
+        rounds, holders = self._rounds(c, model.profile), c.data * model.profile.context
         if c.num_stages == 1:  # it has shared weights once
             whole = model.stages((0, len(model.cuts) - 1))
             return max(
-                least, total + float(_least_updates(whole.update / speed, whole.weights, c.data, rounds)[0] + there[0])
+                least, total + float(_least_updates(whole.update / speed, whole.weights, holders, rounds)[0] + there[0])
             )
-        updates = _least_updates(nodes.update / speed, nodes.parameters, c.data, rounds)
+        updates = _least_updates(nodes.update / speed, nodes.parameters, holders, rounds)
         fullest = _most_on_a_rank(of_nodes + updates[: len(of_nodes)], c.pipeline) + float(there[0])
         return max(least, fullest, (total + float(updates.sum()) + float(there.sum())) / c.pipeline)
 

@@ -340,7 +340,7 @@ class PlanSearch:
     def _is_hopeless(self, c: Configuration) -> bool:
         """True where the fullest rank is too small for its weights alone, without a look at the cuts."""
         model = self.evaluator.least_model(c)
-        least = self.bounds.weights_of_a_rank(c, model) * model.rules.least_copies(c.data)
+        least = self.bounds.weights_of_a_rank(c, model) * model.rules.least_copies(c.data * model.profile.context)
         excess = least - self.evaluator.topology.largest_memory
         if excess <= 0:
             return False

@@ -249,7 +249,7 @@ def _of_samples(part: Node, whole: Node, split: str, priced: Priced, *, num_byte
 
 def difference(one: Profile, other: Profile) -> str | None:
     """Why these two are not of one model on one device in one type; None where they are."""
-    for field in ("device", "dtype", "max_grad_norm", "context", "expert", *Rounds._fields):
+    for field in ("device", "dtype", "max_grad_norm", *Rounds._fields):
         a, b = getattr(one, field), getattr(other, field)
         if a != b:
             return f"{field} {a!r} and {b!r}"

@@ -57,6 +57,21 @@ def test_sums_over_tensor_ranks_overlap_with_products_in_parts() -> None:
         assert apart.forward_seconds == pytest.approx(scores + longer + alone * shorter)
 
 
+def test_whole_experts_hide_no_sums() -> None:
+    """Attention's products alone travel beside its gather and its sum; what experts gather waits."""
+    t, e, n, h = 2, 4, FEW.length, FEW.hidden
+    model = replace(FEW, experts=4, top_k=2, split="sequence")
+    for link in (1e-6, 1e3):
+        device = replace(COUNTER, link_bandwidth=link)
+        plain, overlapped = (
+            profile_of(model, t=t, expert=e, device=device, runtime=Runtime(overlaps_sums=each)).nodes[1]
+            for each in (False, True)
+        )
+        attention, sums = 2 * n * h * (1.5 * h + h) / t, 2 * (t - 1) / t * 2 * n * h / link
+        hidden = (1 - 1 / t) * min(attention, sums)
+        assert plain.forward_seconds - overlapped.forward_seconds == pytest.approx(hidden, rel=1e-4)
+
+
 def test_products_that_overlap_have_fewer_outputs_each() -> None:
     t, n, h = 4, 32, SMALL.hidden
     device = replace(COUNTER, wave_outputs=2e3, fp4_flops=1.0)

@@ -102,8 +102,9 @@ class Step:
         (Megatron-Bridge at 067f987, docs/performance-guide.md: "for per-tensor FP8 scaling recipes")."""
         if self.file == "nanotron":
             return NANOTRON
-        runtime = MEGATRON_CORE._replace(gathers_bytes=not self.name.startswith("v3.1") and "MXFP8" not in self.name)
-        return runtime._replace(attention=NANOTRON.attention) if self.name.startswith("v3.1") else runtime
+        if self.name.startswith("v3.1"):
+            return MEGATRON_CORE._replace(gathers_bytes=False, keeps_bytes=False, attention=NANOTRON.attention)
+        return MEGATRON_CORE._replace(gathers_bytes="MXFP8" not in self.name)
 
     @property
     def cluster(self) -> Cluster:
