@@ -52,13 +52,14 @@ class CutClimb:
 
     def fitted(self, c: Configuration, ends: Ends) -> list[Candidate]:
         """The best in an order that holds less than its schedule does, where that is needed, if it may be the best."""
-        limit = self.best_seconds * (1 - TIE)
+        every, best = self._with_less(c, ends), list[Candidate]()
         with suppress(DoesNotFitError):
             if _keeps_all(self.evaluator.choices(c, ends, exact=True)[0]):
                 return []
-        every = (e for e in self._with_less(c, ends) if e.bound < limit)
-        best = sorted((each for e in every for each in self._ordered(e, limit, is_free=False)), key=_seconds)[:1]
-        self.best_seconds = min([self.best_seconds, *map(_seconds, best)])
+        for e in every:
+            limit = self.best_seconds * (1 - TIE)
+            best = [*(self._ordered(e, limit, is_free=False) if e.bound < limit else ())] or best
+            self.best_seconds = min([self.best_seconds, *map(_seconds, best)])
         return best
 
     def climb(self, start: Candidate, named: Candidate) -> Candidate:
