@@ -164,9 +164,7 @@ class CutClimb:
 
     def _ordered(self, e: Candidate, limit: float, *, is_free: bool) -> Iterator[Candidate]:
         """The same with its ranks treated alike, in an order made for its costs, where that may be below the limit."""
-        c = replace(e.configuration, own=None)
-        named = e if is_free or e.configuration.own is None else self._treated(c, e)
-        too_many = [0.0 if is_free else memory.too_many for memory in named.memories]
+        too_many = [0.0 if is_free else memory.too_many for memory in e.memories]
         for _ in range(_TIGHTENED):
             if (own := self.evaluator.ordered(e, limit, too_many)) is None:
                 return
