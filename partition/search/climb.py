@@ -28,6 +28,7 @@ _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _CHOSEN_ACTIONS = 6_000  # of all simulations of one way to cut, with other treatments of its ranks
 _ORDERED_ACTIONS = 10_000  # of a batch, up to which orders are made for its costs
 _TIGHTENED = 4  # times that an order is made for less memory, as long as workspace makes it exceed the limit
+_FITTED = 6  # ways to treat the ranks, each in an order that fits, of one way to cut
 _NEAR = 1.05  # of the best, beyond which nothing is tried past the limit, nor for long batches
 
 Better = Callable[[Candidate], Iterable[Candidate]]  # those of its neighbours that take less
@@ -56,7 +57,7 @@ class CutClimb:
         with suppress(DoesNotFitError):
             if _keeps_all(self.evaluator.choices(c, ends, exact=True)[0]):
                 return []
-        for e in every:
+        for e in sorted(every, key=lambda e: e.bound)[:_FITTED]:
             limit = self.best_seconds * (1 - TIE)
             best = [*(self._ordered(e, limit, is_free=False) if e.bound < limit else ())] or best
             self.best_seconds = min([self.best_seconds, *map(_seconds, best)])

@@ -23,6 +23,7 @@ from itertools import count
 from operator import itemgetter
 
 from ...schedules.ir import ScheduleError
+from ..memory import InFlightCounts
 from ..plans.record import Searched
 from .any_cuts import least_of_any_cuts, unknowns_of_any_cuts
 from .bounds import LeastSeconds
@@ -308,22 +309,25 @@ class PlanSearch:
         """Configurations with cuts that fit in an order for their costs alone, the best of each, if they may win."""
         if not math.isfinite(min(self.evaluator.topology.memory_bytes)):
             return []
-        climb, left = CutClimb(self.evaluator, _seconds_of_best(found), partial(self._is_late, found)), _FITTED_ACTIONS
-        made = dict[Configuration, Candidate]()
+        made, left = dict[Configuration, Candidate](), _FITTED_ACTIONS
+        climb = CutClimb(self.evaluator, _seconds_of_best(found), lambda: self._is_late([*found, *made.values()]))
+
+        def is_over(bound: float) -> bool:
+            is_left = climb.is_late() or (left < 0 and climb.best_seconds < math.inf)
+            if is_left and bound < climb.best_seconds:
+                self._least_left = min(self._least_left, bound)
+            return is_left or bound >= climb.best_seconds
+
         for c, least in sorted(self._may_order.items(), key=lambda item: (min(item[1].values()), item[0].key)):
-            try:
-                counted = self.evaluator.schedules.least_in_flight(c)
-            except SizesError:  # which a look at its cuts reported
-                continue
+            counted = list[tuple[InFlightCounts, ...]]()
+            with suppress(SizesError):  # which a look at its cuts reported
+                counted += () if is_over(self._least_seconds_of(c)) else self.evaluator.schedules.least_in_flight(c)
             for in_flight in counted:
                 every = candidate_ends(self.evaluator, c, in_flight=in_flight)
                 least |= with_level_ranks(self.evaluator, c, [ends for ends in every if ends not in least])
-            for bound, ends in sorted((bound, ends) for ends, bound in least.items()):
+            for bound, ends in sorted((bound, ends) for ends, bound in least.items() if counted):
                 left -= num_actions(c)
-                if bound >= climb.best_seconds:
-                    break
-                if climb.is_late() or (left < 0 and climb.best_seconds < math.inf):
-                    self._least_left = min(self._least_left, bound)
+                if is_over(bound):
                     break
                 try:
                     made |= ((c, each) for each in climb.fitted(c, ends))
