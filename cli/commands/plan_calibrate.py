@@ -160,13 +160,9 @@ def _of_plan(where: str, path: Path) -> _Given:
         raise ValueError(f"{where}: column plan: {error}") from None
     if found.num_microbatches is None or found.schedule is None:
         raise ValueError(f"{where}: column plan: {path} is for no schedule: expected a plan of `stagewright plan`")
-    if found.order:
-        raise ValueError(
-            f"{where}: column plan: {path} has an order of its own: expected a plan made without --order-seconds and "
-            f"--joint, whose schedule has a name"
-        )
     names = ("num_microbatches", "schedule", "microbatch_size", "slice_lengths")
-    return found.stages, {name: getattr(found, name) for name in names}
+    sizes = {name: getattr(found, name) for name in names}
+    return found.stages, sizes | ({"schedule": found.build_schedule()} if found.order else {})
 
 
 def _of_sizes(where: str, row: Mapping[str, str], source: _Source, cluster: Cluster) -> _Given:

@@ -28,6 +28,7 @@ _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _CHOSEN_ACTIONS = 6_000  # of all simulations of one way to cut, with other treatments of its ranks
 _ORDERED_ACTIONS = 10_000  # of a batch, up to which orders are made for its costs
 _TIGHTENED = 4  # times that an order is made for less memory, as long as workspace makes it exceed the limit
+_FITTED = 6  # ways to treat the ranks, each in an order that fits, of one way to cut
 _NEAR = 1.05  # of the best, beyond which nothing is tried past the limit, nor for long batches
 
 Better = Callable[[Candidate], Iterable[Candidate]]  # those of its neighbours that take less
@@ -52,13 +53,14 @@ class CutClimb:
 
     def fitted(self, c: Configuration, ends: Ends) -> list[Candidate]:
         """The best in an order that holds less than its schedule does, where that is needed, if it may be the best."""
-        limit = self.best_seconds * (1 - TIE)
+        every, best = self._with_less(c, ends), list[Candidate]()
         with suppress(DoesNotFitError):
             if _keeps_all(self.evaluator.choices(c, ends, exact=True)[0]):
                 return []
-        every = (e for e in self._with_less(c, ends) if e.bound < limit)
-        best = sorted((each for e in every for each in self._ordered(e, limit, is_free=False)), key=_seconds)[:1]
-        self.best_seconds = min([self.best_seconds, *map(_seconds, best)])
+        for e in sorted(every, key=lambda e: e.bound)[:_FITTED]:
+            limit = self.best_seconds * (1 - TIE)
+            best = [*(self._ordered(e, limit, is_free=False) if e.bound < limit else ())] or best
+            self.best_seconds = min([self.best_seconds, *map(_seconds, best)])
         return best
 
     def climb(self, start: Candidate, named: Candidate) -> Candidate:
@@ -163,9 +165,7 @@ class CutClimb:
 
     def _ordered(self, e: Candidate, limit: float, *, is_free: bool) -> Iterator[Candidate]:
         """The same with its ranks treated alike, in an order made for its costs, where that may be below the limit."""
-        c = replace(e.configuration, own=None)
-        named = e if is_free or e.configuration.own is None else self._treated(c, e)
-        too_many = [0.0 if is_free else memory.too_many for memory in named.memories]
+        too_many = [0.0 if is_free else memory.too_many for memory in e.memories]
         for _ in range(_TIGHTENED):
             if (own := self.evaluator.ordered(e, limit, too_many)) is None:
                 return

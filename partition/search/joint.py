@@ -10,6 +10,7 @@ while it searches, and as they are in what it finds.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -76,8 +77,9 @@ def with_joint(
     """The best that joint searches of so many CPU seconds together find, and what was found before, the best first.
 
     There is one for each of the microbatch sizes that promise most, up to MAX_SIZES: with the least work of a batch,
-    and of a third of a microbatch more per device, which passes before all of them are busy. Each starts from the best
-    schedule that splits the backward, which is found before its seconds count, and is as fast.
+    and of a third of a microbatch more per device, which passes before all of them are busy. Each starts from what was
+    found before and from the best schedules that split the backward, and is as fast as those that fit; the latter are
+    looked for in what the first search left of its seconds.
     """
     evaluator, least = search.evaluator, min((each.simulated_seconds for each in found), default=math.inf)
 
@@ -94,7 +96,7 @@ def with_joint(
         size for size in space.microbatch_sizes if space.num_devices * space.global_batch <= MAX_MICROBATCHES * size
     ]
     sizes = sorted(short, key=promise)[:MAX_SIZES]
-    for size in sizes:
+    for at, size in enumerate(sizes):
         c = Configuration(
             pipeline=space.num_devices,
             data=1,
@@ -104,7 +106,7 @@ def with_joint(
             microbatch_size=size,
             num_microbatches=space.global_batch // size,
         )
-        split = [*_starts(evaluator, c, _split(search, space, size))]
+        split = [*_starts(evaluator, c, _split(search, space, size, 1 / (len(sizes) - at)))]
         starts = [*split, *_starts(evaluator, c, found)]
         searched = _searched(evaluator, c, starts, seconds / len(sizes), report)
         for cut, schedule in [*split[:1], *((each.cut, each.synthesis.schedule) for each in searched)]:
@@ -115,12 +117,17 @@ def with_joint(
     return sorted([*best, *found], key=lambda each: each.simulated_seconds)
 
 
-def _split(search: PlanSearch, space: SearchSpace, size: int) -> list[Candidate]:
-    """One pipeline over all devices under each schedule that splits the backward, the best first."""
+def _split(search: PlanSearch, space: SearchSpace, size: int, share: float) -> list[Candidate]:
+    """One pipeline over all devices under each schedule that splits the backward, the best first, as far as this share
+    of the seconds left goes."""
+    left = None if search.deadline is None else share * (search.deadline - time.monotonic())
+    if left is not None and left <= 0:
+        return []
     splits = [name for name in PLANNED if family(name).splits_backward and family(name).weight_copies == 1]
     sizes = {"microbatch_sizes": (size,), "pipeline_sizes": (space.num_devices,), "data_sizes": (1,)}
     own = replace(space, schedules=schedules_with_chunks(splits, CHUNK_SIZES), tensor_sizes=(1,), **sizes)  # type: ignore[arg-type]
-    return PlanSearch(search.evaluator, wanted=1, max_simulated=search.max_simulated).run(own.configurations(), [])
+    own_search = PlanSearch(search.evaluator, wanted=1, max_simulated=search.max_simulated, seconds=left)
+    return own_search.run(own.configurations(), [])
 
 
 def _starts(evaluator: PlanEvaluator, c: Configuration, found: Sequence[Candidate]) -> Iterator[tuple[Ends, Schedule]]:

@@ -117,7 +117,8 @@ def plan(
         num_runners_up: to name in the plan.
         max_simulated: configurations to simulate at most; `Plan.searched` says what the rest may gain at most.
         seconds: to search for, or a little longer, until something is found; likewise. None: until nothing left can
-            win. With it the same input may give another plan. Of a joint search alone, of CPU time; 20 by default.
+            win. With it the same input may give another plan. Of a joint search as many more, of CPU time; 20 by
+            default.
         max_cuts: beyond which a graph is simplified, see `all_cuts`.
         search: "named", among schedules by name; "joint": then for cut, placement and order of a chain at once
             (`synthesize_jointly`), with any number of stages on each of all devices, one replica, no tensor ranks,
@@ -165,7 +166,7 @@ def plan(
         one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in tensors else tensors[0])
         evaluator = PlanEvaluator(topology, model_of, norm=norm_seconds(max_grad_norm, one, topology))
         most = count("max_simulated", max_simulated)
-        until = None if taken is None or joint is not None else share * taken
+        until = None if taken is None else share * taken
         planner = PlanSearch(evaluator, wanted=num_runners_up + 1, max_simulated=most, seconds=until, progress=progress)
         return planner, distinct(_found(planner, own, order, runnable=runnable, joint=joint)), one
 

@@ -19,10 +19,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace, merge
-from itertools import chain, count
+from itertools import count
 from operator import itemgetter
 
 from ...schedules.ir import ScheduleError
+from ..memory import InFlightCounts
 from ..plans.record import Searched
 from .any_cuts import least_of_any_cuts, unknowns_of_any_cuts
 from .bounds import LeastSeconds
@@ -75,7 +76,7 @@ class PlanSearch:
         self.evaluator = evaluator
         self.wanted, self.max_simulated, self.progress = wanted, max_simulated, progress
         self._counts = Counter[str]()
-        self._may_order: list[Configuration] = []  # that were cut
+        self._may_order: dict[Configuration, dict[Ends, float]] = {}  # their cuts, with the least seconds [s]
         self.bounds = LeastSeconds(evaluator.topology, norm=evaluator.norm)
         self.miss: tuple[Configuration, DoesNotFitError] | None = None  # what came nearest to fitting
         self._hopeless: list[tuple[float, Configuration]] = []  # bytes a rank that they have too many at least
@@ -263,8 +264,9 @@ class PlanSearch:
         if not every:
             self._counts["unfit"] += 1
             return
-        self._may_order += [c] * may_order(c)
         least = with_level_ranks(self.evaluator, c, every)
+        if may_order(c):
+            self._may_order[c] = least
         yield min(least.values())
         yield from self._steps_of_cuts(c, sorted(least, key=lambda ends: (least[ends], ends)), found)
 
@@ -307,25 +309,30 @@ class PlanSearch:
         """Configurations with cuts that fit in an order for their costs alone, the best of each, if they may win."""
         if not math.isfinite(min(self.evaluator.topology.memory_bytes)):
             return []
-        climb, least = CutClimb(self.evaluator, _seconds_of_best(found), partial(self._is_late, found)), []
-        for c in dict.fromkeys(self._may_order):
-            with suppress(SizesError):  # which a look at its cuts reported
-                counted = self.evaluator.schedules.least_in_flight(c)
-                every = (candidate_ends(self.evaluator, c, in_flight=in_flight) for in_flight in (*counted, ()))
-                bounds = with_level_ranks(self.evaluator, c, [*dict.fromkeys(chain.from_iterable(every))])
-                least += [(bound, c.key, ends, c) for ends, bound in bounds.items() if bound < climb.best_seconds]
         made, left = dict[Configuration, Candidate](), _FITTED_ACTIONS
-        for bound, _, ends, c in sorted(least, key=itemgetter(slice(3))):
-            left -= num_actions(c)
-            if bound >= climb.best_seconds:
-                break
-            if climb.is_late() or (left < 0 and climb.best_seconds < math.inf):
+        climb = CutClimb(self.evaluator, _seconds_of_best(found), lambda: self._is_late([*found, *made.values()]))
+
+        def is_over(bound: float) -> bool:
+            is_left = climb.is_late() or (left < 0 and climb.best_seconds < math.inf)
+            if is_left and bound < climb.best_seconds:
                 self._least_left = min(self._least_left, bound)
-                break
-            try:
-                made |= ((c, each) for each in climb.fitted(c, ends))
-            except DoesNotFitError as error:
-                self._note_miss(c, error)
+            return is_left or bound >= climb.best_seconds
+
+        for c, least in sorted(self._may_order.items(), key=lambda item: (min(item[1].values()), item[0].key)):
+            counted = list[tuple[InFlightCounts, ...]]()
+            with suppress(SizesError):  # which a look at its cuts reported
+                counted += () if is_over(self._least_seconds_of(c)) else self.evaluator.schedules.least_in_flight(c)
+            for in_flight in counted:
+                every = candidate_ends(self.evaluator, c, in_flight=in_flight)
+                least |= with_level_ranks(self.evaluator, c, [ends for ends in every if ends not in least])
+            for bound, ends in sorted((bound, ends) for ends, bound in least.items() if counted):
+                left -= num_actions(c)
+                if is_over(bound):
+                    break
+                try:
+                    made |= ((c, each) for each in climb.fitted(c, ends))
+                except DoesNotFitError as error:
+                    self._note_miss(c, error)
         num_new = len({*made} - {each.configuration for each in found})
         self._counts.update(simulated=num_new, unfit=-num_new)
         return [*made.values()]

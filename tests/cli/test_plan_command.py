@@ -240,14 +240,16 @@ def test_a_device_is_fitted_to_runs_of_any_sizes(cli: Cli, tmp_path: Path) -> No
 
 
 def profile_file(folder: Path) -> tuple[str, Profile]:
-    nodes = [Node(name=n, forward_seconds=1e-2, backward_seconds=2e-2, activation_bytes=1e6) for n in "abcd"]
+    split = {"forward_seconds": 1e-2, "backward_seconds": 2e-2, "input_grad_seconds": 1e-2, "weight_grad_seconds": 1e-2}
+    nodes = [Node(name=n, **split, activation_bytes=1e6) for n in "abcd"]
     profile, path = Profile(nodes=nodes, microbatch_size=2), folder / "profile.json"
     path.write_text(profile.to_json(), encoding="utf-8")
     return str(path), profile
 
 
 def measured(profile: Profile, cluster: Cluster, found: Plan) -> float:
-    again = evaluate(profile, cluster, found.stages, num_microbatches=found.num_microbatches or 0)
+    schedule = found.build_schedule() if found.order else found.schedule or ""
+    again = evaluate(profile, cluster, found.stages, num_microbatches=found.num_microbatches or 0, schedule=schedule)
     assert again.simulated_step_time is not None
     return again.simulated_step_time
 
@@ -255,13 +257,16 @@ def measured(profile: Profile, cluster: Cluster, found: Plan) -> float:
 @pytest.mark.thorough
 @pytest.mark.parametrize("is_plan", [True, False])
 def test_a_cluster_is_fitted_to_runs_of_a_profile(is_plan: bool, cli: Cli, tmp_path: Path) -> None:
-    """Devices half as fast as the profile's; plans as files, or by their sizes, which `plan` cuts the same."""
+    """Devices half as fast as the profile's; plans as files, one with an order of its own, or by their sizes, which
+    `plan` cuts the same."""
     path, profile = profile_file(tmp_path)
     cluster, rows = Cluster.parse("4:net=1GB/s@1us"), []
     slow = replace(cluster, kinds=(replace(cluster.kinds[0], speed=0.5),))
     for P, D, M in ((2, 1, 4), (4, 1, 8), (2, 2, 8), (1, 4, 8)):
         sizes = {"pipeline_sizes": (P,), "data_sizes": (D,), "schedules": "1f1b", "recompute": ("none",)}
+        sizes |= {"schedules": "zb-h1"} if is_plan and D == 2 else {}
         found = plan(profile, cluster, global_batch=2 * M, **sizes)  # type: ignore[arg-type]
+        assert bool(found.order) == (found.schedule == "zb-h1")
         (tmp_path / f"{P}x{D}.json").write_text(found.to_json(), encoding="utf-8")
         seconds = measured(profile, slow, found)
         rows.append(f"{P}x{D}.json,{seconds}" if is_plan else f"{P},{D},2,{M},{seconds}")

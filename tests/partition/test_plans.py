@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
+from support.inside import PlanSearch
 from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import (
@@ -209,11 +210,12 @@ def test_memory_is_that_of_the_found_order() -> None:
 
 
 @pytest.mark.thorough
-def test_a_limit_is_kept() -> None:
+def test_a_limit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found within it depends on the seconds of the search, but is no slower than a named schedule."""
+    monkeypatch.setattr(f"{plan.__module__}.JOINT_SECONDS", 0.4)
     most = max(jointly().memory_bytes.values())
     for part in (1.0, 0.8, 0.6):
-        found = jointly(memory_limit=part * most)
+        found = jointly(memory_limit=part * most, seconds=None)
         assert max(found.memory_bytes.values()) <= part * most
         assert any(note.startswith("joint search: ") for note in found.notes)
         for schedules in (("1f1b", "interleaved"), ("zb-v", "interleaved-zb")):
@@ -221,6 +223,14 @@ def test_a_limit_is_kept() -> None:
             assert (found.simulated_step_time or 0.0) <= (named.simulated_step_time or 0.0)
     with pytest.raises(ValueError, match="nothing fits the memory"):
         jointly(memory_limit=0.1 * most)
+
+
+def test_seconds_limit_also_what_a_joint_search_starts_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, made = list[float | None](), PlanSearch.__init__
+    monkeypatch.setattr(PlanSearch, "__init__", lambda *a, **k: (limits.append(k.get("seconds")), made(*a, **k))[1])
+    jointly(seconds=0.5)
+    assert limits[0] == 0.5
+    assert all(limit is not None and limit <= 0.5 for limit in limits)
 
 
 def test_where_no_named_schedule_fits_a_found_one_may() -> None:
