@@ -139,15 +139,15 @@ def test_groups_that_hold_the_same_weights_sum_together() -> None:
 
 
 def test_memory_is_that_of_the_configuration_at_hand() -> None:
-    """Between two evaluations of the same cuts the batch grows, and more is in flight."""
-    model = Model(
-        Profile(nodes=tuple(replace(node, stash_bytes=100.0) for node in NODES)), MemoryRules(optimizer_ratio=2.0)
-    )
-    evaluator = PlanEvaluator(Topology(CLUSTER), lambda _size, _tensor: model)
+    """Between two evaluations of the same cuts the batch grows, and more is in flight, or its microbatches do."""
+    profiles = [Profile(nodes=[replace(node, stash_bytes=each) for node in NODES]) for each in (0.0, 100.0, 200.0)]
+    models = [Model(each, MemoryRules(optimizer_ratio=2.0)) for each in profiles]
+    evaluator = PlanEvaluator(Topology(CLUSTER), lambda size, _tensor: models[size])
     small = configuration(num_microbatches=1)
-    large = replace(small, num_microbatches=2)
-    held = [evaluator.choices(c, (0, 1, 2))[0].memories[0].in_flight for c in (small, large, small)]
-    assert held == [(1,), (2,), (1,)]
+    every = small, replace(small, num_microbatches=2), replace(small, microbatch_size=2), small
+    held = [evaluator.choices(c, (0, 1, 2))[0].memories[0] for c in every]
+    assert [each.in_flight for each in held] == [(1,), (2,), (1,), (1,)]
+    assert [each.uses[0].activations for each in held] == [100, 200, 200, 100]
 
 
 def test_a_divided_optimizer_steps_a_share_of_its_weights_on_each_rank() -> None:
