@@ -35,7 +35,7 @@ def receives_ahead(num_bytes: float, schedule: Schedule | None = None) -> int:
     now, most = Counter[tuple[int, int, bool]](), Counter[tuple[int, int, bool]]()  # forwards, by peers, for the next
     for rank, program in enumerate(schedule.programs):
         for stage, op, index, *_ in program:
-            for other in (stage - 1, stage + 1) if op in (Op.F, Op.B) else ():
+            for other in (stage - 1, stage + 1) if op in (Op.F, Op.B, Op.I) else ():
                 if 0 <= other < schedule.num_stages:
                     pair = rank, schedule.owner(other, index), other > stage
                     now[pair] += 1 if op is Op.F else -1

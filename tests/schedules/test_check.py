@@ -243,13 +243,18 @@ def test_no_more_receives_than_that_takes(name: str, sizes: tuple[int, int, int]
 
 @pytest.mark.parametrize("warmup", [(8, 0), (7, 0, 0), (12, 10, 5, 0), (2, 1, 0)], ids=str)
 def test_a_stream_posts_no_more_receives_than_memory_counts(warmup: tuple[int, ...]) -> None:
-    """Twice as many, or four times, behind a warm-up that is deeper by four or more than the next rank's."""
+    """More after a warm-up that is deeper by four or more than the next rank's, also where I and W make B."""
     schedule = build("2bw", num_ranks=len(warmup), num_microbatches=12, warmup=warmup)
     stream = make_stream(schedule, sharing=Sharing(receives_ahead=receives_ahead(1e9, schedule)))
     most = max(receives_of_a_link(stream.whole(rank, 3)) for rank in range(len(warmup)))
     assert most == max(4, *(1 + own - after for own, after in pairwise(warmup)))
     curve = memory_curves(simulate(schedule, Costs()), [StageBytes(output=1e9)] * len(warmup))[1]
     assert max(curve.parts[MemoryPart.MESSAGES]) >= 2e9 * most  # as many gradients are under way
+    halves = {Op.B: [Op.I, Op.W]}
+    split = [
+        tuple(a._replace(op=op) for a in program for op in halves.get(a.op, [a.op])) for program in schedule.programs
+    ]
+    assert receives_ahead(1e9, replace(schedule, programs=tuple(split))) == most
 
 
 def receives_of_a_link(program: RankProgram) -> int:
