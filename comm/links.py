@@ -37,6 +37,7 @@ _ROUNDS = 30
 _COLD_ROUNDS = 12
 _PING_WARM_UP = 5
 _PAUSE = 0.01  # about the compute of a stage [s]
+_COLD_BYTES = 1 << 20  # of the large message with cold caches, at most
 CACHE_BYTES = 4 << 20  # more than a core's own caches hold
 SIZES = tuple(4**k * 1024 for k in range(8))  # 1 KiB to 16 MiB
 SUM_BYTES = 1 << 23  # of gradients in one measured sum
@@ -75,8 +76,10 @@ class MeasuredLevel:
     pairs: tuple[tuple[int, int], ...]  # measured pairs of ranks
     fits: tuple[LineFit, ...]  # of each pair
     seconds: tuple[tuple[int, float], ...]  # by message size [bytes], of the first pair, one way [s]
-    # For which the rank at either end of a message is busy with it, not part of the others [s].
+    # For which the rank at either end of a message is busy with it, not part of the others [s]; and bytes of which it
+    # takes charge a second, in addition [bytes/s]; None: they take none of its time.
     message_seconds: float = 0.0
+    message_bandwidth: float | None = None
     sum_busy: float = 0.0  # share of a sum's seconds for which the processors of its members are busy with it (0 to 1)
 
 
@@ -151,9 +154,9 @@ def measure_links(
     lanes = link_lanes(both, groups)
     transport = staged(ProcessGroupTransport(world.rank, lanes, device=groups.wire, timeout=timeout), groups)
     rings = "flat" if groups.backend == "gloo" else "levels"
-    levels = []
+    levels, cold = [], (min(sizes), min(max(sizes), _COLD_BYTES))
     for name, pairs in wanted:
-        times: list[list[PingPong]] = []  # by pair: of each size, then of the smallest one with cold caches
+        times: list[list[PingPong]] = []  # by pair: of each size, then of a small and a large one with cold caches
         sustained: list[float] = []
         for pair in pairs:
             report(f"{name}: messages between ranks {pair[0]} and {pair[1]}")
@@ -161,11 +164,11 @@ def measure_links(
             measure = partial(ping_pong, transport, ranks_of_host=max(map(len, hosts)), **exchange)
             rounds = [min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _BYTES_A_SIZE // size)) for size in sizes]
             mine = [measure(specs=[_spec(s, device)], rounds=r) for s, r in zip(sizes, rounds, strict=True)]
-            mine.append(measure(specs=[_spec(min(sizes), device)], cold=True))
+            mine += [measure(specs=[_spec(size, device)], cold=True) for size in cold]
             what = f"measuring the link between ranks {pair[0]} and {pair[1]}"
             times.append(together.gather(mine, what=what)[pair[0]])
             if name == "network":  # within a host there is no shaper
-                number = round(_STREAM / max(one.seconds for one in times[-1][:-1]))
+                number = round(_STREAM / max(one.seconds for one in times[-1][: len(sizes)]))
                 number = min(_MOST_STREAMED, max(_LEAST_ROUNDS, number))
                 each = stream_seconds(transport, _spec(max(sizes), device), number=number, **exchange)
                 sustained.append(max(sizes) / together.gather(each, what=what)[pair[1]])
@@ -173,7 +176,8 @@ def measure_links(
             report(f"{name}: sums over ranks")
             members = max(hosts, key=len) if name == "host" else [ranks[0] for ranks in hosts]
             sums = _sums(together, members, ranks_of_host=max(map(len, hosts)))
-            levels.append(_level(name, len(members), pairs, sizes, times, sums=sums, rings=rings, sustained=sustained))
+            own = {"sums": sums, "rings": rings, "sustained": sustained}
+            levels.append(_level(name, len(members), pairs, (sizes, cold), times, **own))  # type: ignore[arg-type]
     together.gather(None, what="measuring the links")
     transport.close()
     together.close()
@@ -232,15 +236,17 @@ def _level(
     name: str,
     size: int,
     pairs: Sequence[tuple[int, int]],
-    sizes: Sequence[int],
+    sizes: tuple[Sequence[int], tuple[int, int]],
     times: Sequence[Sequence[PingPong]],
     *,
     sums: tuple[float, float, float],
     rings: str,
     sustained: Sequence[float] = (),
 ) -> MeasuredLevel:
-    """`times`: by pair, of each size, then of the smallest one with cold caches; `sums`: of `_sums`; `sustained`: rates
-    of streams by pair, between hosts [bytes/s].
+    """`sizes`: of messages, and of two with cold caches; `times`: by pair, of all of them; `sums`: of `_sums`;
+    `sustained`: rates of streams by pair, between hosts [bytes/s].
+
+    What both ends are busy with, by cold caches, is no time of the link, a tenth of which remains.
 
     The small sum counts as if it were empty: 2 (size - 1) steps. The large one is put into the formula of rings
     (`partition/topology.py`): by "levels" each step has the same latency,
@@ -252,27 +258,32 @@ def _level(
         seconds = max(2 (size - 1) reduce_latency + bytes / reduce_bandwidth,
                       2 reduce_latency + 2 (size - 1) / size bytes / reduce_bandwidth)
     """
-    fits = tuple(fit_line(sizes, [one.seconds for one in each[:-1]]) for each in times)
+    hot, (least, most) = sizes
+    fits = tuple(fit_line(hot, [one.seconds for one in each[: len(hot)]]) for each in times)
+    small, large = (statistics.median(each[at].busy for each in times) for at in (-2, -1))
+    busy_a_byte = max(0.0, large - small) / max(1, most - least)
+    bandwidth = statistics.median(map(min, [fit.bandwidth for fit in fits], sustained or repeat(math.inf)))
     latency = statistics.median(
-        max(0.0, fit.latency - 2 * each[0].busy) + waking_seconds(each[0], each[-1])
+        max(0.0, fit.latency - 2 * each[0].busy) + waking_seconds(each[0], each[-2])
         for fit, each in zip(fits, times, strict=True)
     )
-    (small, large, busy), hops = sums, 2 * (size - 1)
-    step = min(small, large) / hops
+    (one, whole, busy), hops = sums, 2 * (size - 1)
+    step = min(one, whole) / hops
     kinds = [(hops, 1.0), (2, hops / size)] if rings == "flat" else [(hops, hops / size)]
     return MeasuredLevel(
         name=name,
         size=size,
-        bandwidth=statistics.median(map(min, [fit.bandwidth for fit in fits], sustained or repeat(math.inf))),
+        bandwidth=1 / max(1 / bandwidth - 2 * busy_a_byte, 0.1 / bandwidth),
         latency=latency,
-        message_seconds=statistics.median(each[-1].busy for each in times),
-        sum_busy=min(1.0, busy / large),
-        reduce_bandwidth=max(part * SUM_BYTES / max(large - waits * step, large / 10) for waits, part in kinds),
+        message_seconds=small,
+        message_bandwidth=1 / busy_a_byte if busy_a_byte else None,
+        sum_busy=min(1.0, busy / whole),
+        reduce_bandwidth=max(part * SUM_BYTES / max(whole - waits * step, whole / 10) for waits, part in kinds),
         reduce_latency=step,
         residual=statistics.median(fit.residual for fit in fits),
         pairs=tuple(pairs),
         fits=fits,
-        seconds=tuple((size, one.seconds) for size, one in zip(sizes, times[0][:-1], strict=True)),
+        seconds=tuple((size, one.seconds) for size, one in zip(hot, times[0], strict=False)),
     )
 
 
@@ -288,7 +299,14 @@ def _as_levels(levels: Sequence[MeasuredLevel], by_host: Mapping[str, Sequence[i
         for name in ("latency", "reduce_latency", "message_seconds", "sum_busy")
     }
     reduce_bandwidth = min(level.reduce_bandwidth for level in levels)
-    flat = replace(slowest, size=num_ranks, reduce_bandwidth=reduce_bandwidth, **worst)
+    own = min((level.message_bandwidth for level in levels if level.message_bandwidth), default=None)
+    flat = replace(
+        slowest,
+        size=num_ranks,
+        reduce_bandwidth=reduce_bandwidth,
+        message_bandwidth=own,
+        **worst,
+    )
     shown = "; ".join(f"{host}: {', '.join(map(str, ranks))}" for host, ranks in by_host.items())
     want = "as many ranks on each host" if len({*map(len, hosts)}) > 1 else "ranks of a host next to each other"
     note = (

@@ -59,6 +59,8 @@ class Level:
             rank sends when it has heard that the next one waits.
         message_seconds: for which a rank is busy with one message that it sends across this level, and as long with one
             that it receives, in addition to the latency [s].
+        message_bandwidth: bytes of a message of which either rank takes charge a second, without computing meanwhile
+            [bytes/s], in addition to `message_seconds`; None: bytes take none of its time.
         sum_busy: share of a sum's seconds for which its ranks' processors are busy with it and can't compute (0 to 1):
             where the transport's threads have no core of their own.
         partial_reduce: times the bandwidth of sums over nodes of which each has several members, but not all of its
@@ -76,6 +78,7 @@ class Level:
     reduce_bandwidth: float | None = None
     reduce_latency: float | None = None
     message_seconds: float = 0.0
+    message_bandwidth: float | None = None
     sum_busy: float = 0.0
     partial_reduce: float = 1.0
     devices_per_card: int | None = None
@@ -84,7 +87,7 @@ class Level:
     def __post_init__(self) -> None:
         where = f"level {printable('level', self.name)!r}"
         object.__setattr__(self, "size", count(f"{where}: size", self.size))
-        check_figures(self, where, positive=("bandwidth", "reduce_bandwidth", "partial_reduce"))
+        check_figures(self, where, positive=("bandwidth", "reduce_bandwidth", "message_bandwidth", "partial_reduce"))
         if self.sum_busy > 1:
             fail(f"{where}: sum_busy", self.sum_busy, "a number of at least 0 and at most 1")
         if self.devices_per_card is not None:

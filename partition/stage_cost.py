@@ -221,7 +221,8 @@ class StageDevices:
     outward: Figures = 0.0  # the same to the one after
     # 1 where messages inward, outward, and sums take a card that devices share, else 0; none: all are 0
     shared: tuple[Figures, ...] = ()
-    message_overhead: Figures = 0.0  # seconds for which a rank is busy with the messages of an F or a B
+    message_overhead: Figures = 0.0  # seconds for which a rank is busy with empty messages of an F or a B
+    message_bytes: tuple[Figures, Figures] = (0.0, 0.0)  # the same for each of their bytes, inward and outward
     rings: Sequence[TransferTime] = ()  # over the replicas, of each stage
     exchanges: Sequence[TransferTime] = ()  # likewise
     expert_rings: Sequence[TransferTime] = ()  # over those with the same experts
@@ -253,7 +254,7 @@ class StageSeconds:
     gather: Floats
     sum_busy: Figures
     overhead: Floats
-    message_overhead: Figures
+    message_overhead: Floats
     early: Floats | float = 0.0
     sums_shared: Figures = 0.0
     gathers_ahead: bool = False
@@ -290,7 +291,7 @@ class StageSeconds:
             **dict(zip(("forward_exchange", "backward_exchange"), map(_none_or_all, self.exchanges), strict=True)),
             update=self.step.tolist(),
             overhead=self.overhead.tolist(),
-            message_overhead=self.message_overhead,
+            message_overhead=self.message_overhead.tolist(),
             around=around,
             norm=norm,
             sum_busy=self.sum_busy,
@@ -379,10 +380,16 @@ def least_rounds(whole: Figures, parts: Figures, gather: Figures, *, gathers_ahe
     return after, np.maximum(both - after, 0.0)
 
 
+def busy_with_messages(sums: StageSums, on: StageDevices) -> Floats:
+    """Seconds for which a rank is busy with the messages of an F or a B."""
+    inward, outward = on.message_bytes
+    return np.asarray(on.message_overhead + sums.before * inward + sums.after * outward)
+
+
 def work_seconds(sums: StageSums, on: StageDevices, *, again: Figures, action: float) -> Floats:
     """`StageSeconds.work` of what `stage_seconds` says of a schedule with whole backwards, alone."""
     forward, backward = sums.forward / on.speed, (sums.backward + again) / on.speed
-    return np.asarray(forward + backward + runtime_seconds(action, on.message_overhead))
+    return np.asarray(forward + backward + runtime_seconds(action, busy_with_messages(sums, on)))
 
 
 def stage_seconds(
@@ -411,7 +418,7 @@ def stage_seconds(
     backward = (sums.backward + again) / on.speed
     there, back = sums.after * on.outward, sums.before * on.inward
     sent, shared = back + there, back * on.shared[0] + there * on.shared[1] if on.shared else 0.0
-    step = sums.update / on.speed
+    step, messages = sums.update / on.speed, busy_with_messages(sums, on)
     rounds, early = sums.rounds, np.zeros(1)
     if on.rings:
         ratios = rounds.gradient_ratio, rounds.gradient_ratio, rounds.gather_ratio
@@ -447,6 +454,6 @@ def stage_seconds(
         gather=gather,
         gathers_ahead=rounds.gathers_ahead,
         sum_busy=on.sum_busy,
-        overhead=np.full(np.shape(on.message_overhead), action),
-        message_overhead=on.message_overhead,
+        overhead=np.full_like(messages, action),
+        message_overhead=messages,
     )

@@ -80,6 +80,7 @@ class TransferTime:
     latency: float
     seconds_a_byte: float
     busy: float = 0.0  # of either end with a message [s]
+    busy_a_byte: float = 0.0  # likewise, for each of its bytes
     busy_share: float = 0.0  # of a sum's seconds, those that keep its ranks from computing (0 to 1)
     # where several limits apply and the slowest counts, for each (latency [s], seconds a byte, waits a byte that are
     # divided by the number of transfers under way at once); none: latency and seconds_a_byte alone
@@ -122,6 +123,7 @@ class Topology:
             replace(
                 link,
                 busy=level.message_seconds,
+                busy_a_byte=1 / (level.message_bandwidth or math.inf),
                 on_card=level.devices_per_card is not None,
                 blocks=level.sends == "blocking",
             )

@@ -298,6 +298,7 @@ def _show_links(measured: MeasuredLinks, memory: float, profiles: Sequence[Profi
             "joins": str(level.size),
             "latency": duration(level.latency),
             "busy, either end": duration(level.message_seconds),
+            "the same for a MB": duration(1e6 / (level.message_bandwidth or math.inf)),
             "bandwidth": f"{size(level.bandwidth)}/s",
             "line off by": f"{level.residual:.0%}",
             "pairs": ", ".join(f"{a}-{b}" for a, b in level.pairs),

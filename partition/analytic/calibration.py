@@ -45,13 +45,14 @@ class Scales:
         by = self.links
         levels = []
         for level in cluster.levels:
-            sums, step = level.reduce_bandwidth, level.reduce_latency
+            sums, step, own = level.reduce_bandwidth, level.reduce_latency, level.message_bandwidth
             slower = {
                 "bandwidth": level.bandwidth * by,
                 "latency": level.latency / by,
                 "reduce_bandwidth": None if sums is None else sums * by,
                 "reduce_latency": None if step is None else step / by,
                 "message_seconds": level.message_seconds / by,
+                "message_bandwidth": None if own is None else own * by,
             }
             levels.append(replace(level, **slower))  # type: ignore[arg-type]
         kinds = tuple(replace(kind, speed=kind.speed * self.compute) for kind in cluster.kinds)

@@ -149,8 +149,8 @@ class _EvenCosts:
 
     def _on(self, stage: int) -> StageDevices:
         names, on = ("speed", "inward", "outward", "message_overhead"), self.place.on
-        shared = tuple(each[stage] for each in on.shared)
-        return StageDevices(**{name: getattr(on, name)[stage] for name in names}, shared=shared)
+        pairs = {name: tuple(each[stage] for each in getattr(on, name)) for name in ("shared", "message_bytes")}
+        return StageDevices(**{name: getattr(on, name)[stage] for name in names}, **pairs)
 
     def within_memory(self, stage: int) -> Floats:
         """Paces with the memory limit: recomputed where it must be, infinite where it does not fit."""

@@ -156,6 +156,7 @@ def _searched(
     between = {
         pair: topology.between(*((rank,) for rank in pair), tensor=1) for pair in permutations(range(c.pipeline), 2)
     }
+    size = float(np.mean(sums.after[:-1]))
     network = {pair: Link(latency=each.latency, seconds_per_byte=each.seconds_a_byte) for pair, each in between.items()}
     beside = context_bytes(model.profile.device) + _passing_bytes(sums, c.batch)
     limits = [float(each) - beside for each in topology.memory_bytes]
@@ -169,7 +170,7 @@ def _searched(
             memory_limit=None if min(limits) == math.inf else limits,
             runtime=Costs(
                 overhead=model.profile.action_seconds,
-                message_overhead=max((each.busy for each in between.values()), default=0.0),
+                message_overhead=max((each.busy + size * each.busy_a_byte for each in between.values()), default=0.0),
                 norm=evaluator.norm,
             ),
             links=Links(network=network),

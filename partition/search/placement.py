@@ -106,6 +106,7 @@ def placement_of(c: Configuration, topology: Topology, profile: Profile) -> Plac
             outward=tuple(link.seconds_a_byte for link in outward),
             shared=tuple(map(tuple, np.array(shared, dtype=np.float64).tolist())),
             message_overhead=tuple(a.busy + b.busy for a, b in zip(inward, outward, strict=True)),
+            message_bytes=(tuple(link.busy_a_byte for link in inward), tuple(link.busy_a_byte for link in outward)),
             rings=tuple(rings[p] for p in positions),
             exchanges=tuple(exchanges[p] for p in positions),
             expert_rings=tuple(experts[p] for p in positions if experts),
@@ -140,4 +141,5 @@ def _message_time(topology: Topology, src: tuple[Sequence[int], int], dst: tuple
         own if size == fewest else [r for at, r in enumerate(own) if at % size < fewest] for own, size in (src, dst)
     )
     message = topology.between(*ends, tensor=fewest)
-    return replace(message, seconds_a_byte=message.seconds_a_byte / fewest)
+    own = {name: getattr(message, name) / fewest for name in ("seconds_a_byte", "busy_a_byte")}
+    return replace(message, **own)

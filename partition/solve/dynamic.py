@@ -126,6 +126,7 @@ class RangeCosts:
         beyond = [ring.seconds_a_byte for ring in topology.rings[1:]] if topology.is_flat else []
         self._part = min(beyond, default=1.0) / max(beyond, default=1.0) / 2
         self._action, self._busy = action_seconds, min(link.busy for link in topology.links)
+        self._busy_a_byte = min(link.busy_a_byte for link in topology.links)
         self.seconds_a_byte: Floats = np.array([link.seconds_a_byte for link in topology.links])
         # [first, last] of a range of devices: its slowest one, its smallest one, its slowest network card
         back = (range(self.num_devices) if row is None else row.devices)[::-1]
@@ -194,7 +195,7 @@ class RangeCosts:
     def stage_seconds(self, sums: StageSums, first: Cut, last: Cut, at: Ranges, *, shards: Index = 1) -> StageSeconds:
         """Seconds of the stages between cuts `first` and `last`, with `sums` of their nodes, on the ranges `at`."""
         neighbours = (np.asarray(first) > 0).astype(float) + (np.asarray(last) < len(self.cuts) - 1)
-        on = replace(at.on, message_overhead=self._busy * neighbours)
+        on = replace(at.on, message_overhead=self._busy * neighbours, message_bytes=(self._busy_a_byte,) * 2)
         return stage_seconds(sums, on, shards=shards, action=self._action)
 
     def lanes(self, sums: StageSums, seconds: StageSeconds, at: Ranges) -> tuple[Floats, Floats]:

@@ -142,12 +142,14 @@ def test_a_message_takes_both_ends_and_the_way() -> None:
     sizes, way, waking, busy = (1000, 2000), 5e-6, 300e-6, 40e-6
     hot = [PingPong(2 * busy + way + size / 1e9, busy + size / 1e12) for size in sizes]
     # pings wake the second rank, pongs find the first one awake
-    cold = PingPong(2 * 3 * busy + hot[0].latency + waking / 2, 3 * busy)
-    pairs = [[*hot, cold]] * 2
+    cold = [PingPong(2 * own + hot[0].latency + waking / 2, own) for own in (3 * busy, 3 * busy + 1000 / 5e9)]
+    pairs = [[*hot, *cold]] * 2
     way += waking
     hops, step, part = 2, 2 * way, SUM_BYTES / 1e9
     sums = (hops * step, hops * step + part, part / 4)
-    found = _level("host", 2, [(0, 1), (0, 2)], sizes, pairs, sums=sums, rings="levels")
+    found = _level("host", 2, [(0, 1), (0, 2)], (sizes, sizes), pairs, sums=sums, rings="levels")
+    assert found.message_bandwidth == pytest.approx(5e9)
+    assert found.bandwidth == pytest.approx(1 / (1 / 1e9 - 2 / 5e9), rel=1e-3)
     assert found.sum_busy == pytest.approx(part / 4 / (hops * step + part))
     assert found.reduce_latency == pytest.approx(step)
     assert found.message_seconds == pytest.approx(3 * busy)
@@ -158,7 +160,7 @@ def test_a_message_takes_both_ends_and_the_way() -> None:
 
 def test_sums_over_a_cluster_take_as_long_as_they_were_measured() -> None:
     """Figures of a level, put back into the formula that plans use: over one rank of each host, and over all."""
-    sizes, pairs = (1000, 2000), [[PingPong(1e-4, 1e-5)] * 3]
+    sizes, pairs = ((1000, 2000), (1000, 2000)), [[PingPong(1e-4, 1e-5)] * 4]
     small, large = (4 * 4e-3, 2e-5 * 2), (0.1, 4e-3)  # three hosts, two ranks each
     network, host = (
         _level(name, n, [(0, 1)], sizes, pairs, sums=(a, b, 0), rings="flat")
@@ -209,8 +211,9 @@ def test_a_link_is_no_faster_than_past_its_burst() -> None:
     sustained = size / stream_seconds(bucket, spec, clock=lambda: bucket.now, **given)
     assert sustained == pytest.approx(rate)
     trips = [PingPong(1e-4 + max(n / 1.25e9, (n - 5e5) / rate), 1e-5) for n in SIZES]
-    times = [[*trips, trips[0]]]
-    found = _level("network", 2, [(0, 1)], SIZES, times, sums=(1.0, 2.0, 0.0), rings="flat", sustained=[sustained])
+    times = [[*trips, trips[0], trips[0]]]
+    sizes, sums = (SIZES, SIZES[:2]), (1.0, 2.0, 0.0)
+    found = _level("network", 2, [(0, 1)], sizes, times, sums=sums, rings="flat", sustained=[sustained])
     assert found.fits[0].bandwidth > 1.2 * rate
     assert found.bandwidth == pytest.approx(rate)
     other = TokenBucket(burst=burst, rate=rate, wire=1.25e9)
@@ -270,6 +273,7 @@ def test_over_gloo_all_ranks_get_the_same_answer(gloo: Pool, ranks: int) -> None
     assert 1e6 < host["bandwidth"] < 1e12  # a loopback on any machine
     assert 0 <= host["latency"] < 1.0
     assert 0 < host["message_seconds"] < 1.0
+    assert 1e6 < (host["message_bandwidth"] or 1e9) < 1e15
     assert [size for size, _ in host["seconds"]] == [1024, 65536, 1 << 20]
 
 

@@ -26,7 +26,7 @@ def test_the_short_form_and_json_there_and_back() -> None:
     cluster = Cluster(
         levels=(
             Level(name="a", size=2, bandwidth=1.0),
-            Level(name="b", size=2, bandwidth=0.5, message_seconds=0.1, sum_busy=0.75),
+            Level(name="b", size=2, bandwidth=0.5, message_seconds=0.1, message_bandwidth=3.0, sum_busy=0.75),
         ),
         kinds=(DeviceKind(name="new", speed=2.0, memory_bytes=5.0), DeviceKind(name="old")),
         nodes=("new", "old"),

@@ -199,6 +199,7 @@ def problem(seed: int) -> tuple[random.Random, PlanEvaluator, Model]:
             bandwidth=bandwidth / slower**at,
             latency=rng.choice([0, 0.05]),
             message_seconds=rng.choice([0, 0, 0.02]),
+            message_bandwidth=None if seed % 3 else 1e3,
             sum_busy=rng.choice([0, 0, 0.3]),
         )
         for at, size in enumerate(rng.choice([(4,), (6,), (2, 2), (4, 2), (3, 2)]))

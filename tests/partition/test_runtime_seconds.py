@@ -29,19 +29,9 @@ NODES = tuple(
 )
 
 
-def cluster(
-    num_devices: int = 2, *, message_seconds: float = 0.0, bandwidth: float = 1e3, sum_busy: float = 0.0
-) -> Cluster:
+def cluster(num_devices: int = 2, *, bandwidth: float = 1e3, **figures: Any) -> Cluster:
     """Devices on one level of links."""
-    link = Level(
-        name="net",
-        size=num_devices,
-        bandwidth=bandwidth,
-        latency=0.125,
-        message_seconds=message_seconds,
-        sum_busy=sum_busy,
-    )
-    return Cluster(levels=(link,))
+    return Cluster(levels=(Level(name="net", size=num_devices, bandwidth=bandwidth, latency=0.125, **figures),))
 
 
 def profile(action_seconds: float, around_seconds: float = 0.0) -> Profile:
@@ -71,11 +61,11 @@ def test_chunks_cost_actions_and_messages(action: float, message: float, chunks:
     assert found.simulated_step_time == each[chunks]
 
 
-def test_seconds_by_hand() -> None:
-    """Two stages, one microbatch: F0, message, F1, B1, message, B0; each action has one end of a message."""
-    found = planned(
-        Profile(nodes=NODES[:2], action_seconds=0.5), cluster(message_seconds=0.25), global_batch=1, schedules=("1f1b",)
-    )
+@pytest.mark.parametrize(("message", "a_second"), [(0.25, None), (0.0, 20.0), (0.15, 50.0)])
+def test_seconds_by_hand(message: float, a_second: float | None) -> None:
+    """Two stages, one microbatch: F0, message, F1, B1, message, B0; each action has one end of a message of 5 bytes."""
+    links = cluster(message_seconds=message, message_bandwidth=a_second)
+    found = planned(Profile(nodes=NODES[:2], action_seconds=0.5), links, global_batch=1, schedules=("1f1b",))
     assert (found.costs.overhead, found.costs.message_overhead) == ((0.5, 0.5), (0.25, 0.25))
     assert found.simulated_step_time == pytest.approx(2 * (1 + 2) + 4 * (0.5 + 0.25) + 2 * (0.125 + 5 / 1e3))
     assert found.bottleneck == pytest.approx(1 + 2 + 2 * 0.75)
@@ -107,7 +97,7 @@ def test_a_plan_keeps_them(schedule: str, data: int, M: int) -> None:
     """Its file, simulated again, takes the same seconds as the planner's simulation, and more than without."""
     found = planned(
         profile(0.1, 7.0),
-        cluster(2 * data, message_seconds=0.2, bandwidth=50.0),
+        cluster(2 * data, message_seconds=0.1, message_bandwidth=50.0, bandwidth=50.0),
         global_batch=M,
         schedules=(schedule,),
         chunk_sizes=(2,),
@@ -128,7 +118,7 @@ def test_a_plan_keeps_them(schedule: str, data: int, M: int) -> None:
 def test_cuts_know_that_a_stage_between_others_has_twice_the_messages() -> None:
     """Ten equal nodes on three ranks, 3 s for an end of a message: 18 s each as 4-2-4, 21 as 4-3-3."""
     nodes = tuple(replace(NODES[0], name=f"n{i}", parameter_bytes=0) for i in range(10))
-    equal, links = Profile(nodes=nodes), cluster(3, message_seconds=3.0)
+    equal, links = Profile(nodes=nodes), cluster(3, message_seconds=2.0, message_bandwidth=5.0)
     found = partition(equal, links, schedule="1f1b", num_microbatches=32, straight=True)
     assert [len(stage.nodes) for stage in found.stages] == [4, 2, 4]
     stream = partition(equal, links, schedule="1f1b", straight=True)

@@ -79,6 +79,7 @@ def clusters(pick: random.Random) -> Cluster:
             bandwidth=pick.choice([0.5, 10.0, 1e9]),
             latency=pick.choice([0.0, 0.01]),
             message_seconds=pick.choice([0.0, 0.01]),
+            message_bandwidth=pick.choice([None, 1e3]),
         )
         for at, size in enumerate(sizes)
     ]
