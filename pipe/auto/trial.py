@@ -95,7 +95,7 @@ class Trials:
             found: _Ran | str | None = self._refusal_of(plan)
             if found is None:
                 with told_if_slow(f"trial of {label}", rank=self._world.rank):
-                    found = self._try(plan, given, seconds=TRIAL_SECONDS / len(plans))
+                    found = self._try(plan, given, seconds=TRIAL_SECONDS / len(plans), settles=not tried)
             if isinstance(found, str):
                 notes.append(f"not tried: {label}: {found}")
                 told = f"not possible: {found}"
@@ -150,7 +150,7 @@ class Trials:
         mine = with_measured(plan, *ran).to_json() if self._world.rank == 0 else ""
         return Plan.from_json(self._collectives.gather(mine, what="comparing plans")[0])
 
-    def _try(self, plan: Plan, given: Given, *, seconds: float) -> _Ran | str:
+    def _try(self, plan: Plan, given: Given, *, seconds: float, settles: bool) -> _Ran | str:
         found: _Ran | str = ""
         failed: Exception | None = None
         with self._as_found():
@@ -162,7 +162,7 @@ class Trials:
             assert copied is not None
             guard = make_guard(self._world)
             try:
-                found = self._carry_out(plan, given, copied, guard, seconds=seconds)
+                found = self._carry_out(plan, given, copied, guard, seconds=seconds, settles=settles)
             except Exception as error:
                 guard.fail(error)
                 failed = error
@@ -246,7 +246,10 @@ class Trials:
                 group["lr"] = torch.zeros_like(rate) if isinstance(rate := group["lr"], torch.Tensor) else 0.0
         return optimizers
 
-    def _carry_out(self, plan: Plan, given: Given, options: Options, guard: Guard, *, seconds: float) -> _Ran:
+    def _carry_out(
+        self, plan: Plan, given: Given, options: Options, guard: Guard, *, seconds: float, settles: bool
+    ) -> _Ran:
+        """`settles`: whether as many seconds pass before, since the first steps after a search are slow for a while."""
         layout = layout_of_plan(plan, self._world, num_microbatches=None)
         guard.set_place(layout.place)
         first = given.on(options.device).cut(layout.schedule.num_microbatches)[0]
@@ -255,6 +258,8 @@ class Trials:
         try:
             step = self._step_of(pipeline, given)
             once = step()().batch_seconds  # the same on every rank, and so is the number of steps
+            for _ in range(min(_MOST, int(settles * seconds / max(once, 1e-9)))):
+                once = step()().batch_seconds
             left = seconds - once
             for _ in range(_WARM_UP - 1 if left > 2 * _WARM_UP * once else 0):
                 once = step()().batch_seconds

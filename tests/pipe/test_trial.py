@@ -112,9 +112,10 @@ def choose(found: list[Plan], slower: dict[int, float]) -> tuple[Plan, list[int]
     those that are carried out."""
     ran = []
 
-    def carried_out(self: Trials, one: Plan, given: Given, *, seconds: float) -> Any:
+    def carried_out(self: Trials, one: Plan, given: Given, *, seconds: float, settles: bool) -> Any:
         del self, given, seconds
         assert one.num_microbatches is not None
+        assert settles == (not any(map(slower.get, ran)))  # until one has run
         ran.append(one.num_microbatches)
         if not slower[one.num_microbatches]:
             return "out of memory on rank 0: all of it"
