@@ -246,7 +246,8 @@ def _level(
     """`sizes`: of messages, and of two with cold caches; `times`: by pair, of all of them; `sums`: of `_sums`;
     `sustained`: rates of streams by pair, between hosts [bytes/s].
 
-    What both ends are busy with, by cold caches, is no time of the link, a tenth of which remains.
+    For what both ends are busy with bytes the link itself is faster than a message, up to ten times, but never than a
+    stream.
 
     The small sum counts as if it were empty: 2 (size - 1) steps. The large one is put into the formula of rings
     (`partition/topology.py`): by "levels" each step has the same latency,
@@ -262,7 +263,7 @@ def _level(
     fits = tuple(fit_line(hot, [one.seconds for one in each[: len(hot)]]) for each in times)
     small, large = (statistics.median(each[at].busy for each in times) for at in (-2, -1))
     busy_a_byte = max(0.0, large - small) / max(1, most - least)
-    bandwidth = statistics.median(map(min, [fit.bandwidth for fit in fits], sustained or repeat(math.inf)))
+    alone = [1 / max(1 / fit.bandwidth - 2 * busy_a_byte, 0.1 / fit.bandwidth) for fit in fits]
     latency = statistics.median(
         max(0.0, fit.latency - 2 * each[0].busy) + waking_seconds(each[0], each[-2])
         for fit, each in zip(fits, times, strict=True)
@@ -273,7 +274,7 @@ def _level(
     return MeasuredLevel(
         name=name,
         size=size,
-        bandwidth=1 / max(1 / bandwidth - 2 * busy_a_byte, 0.1 / bandwidth),
+        bandwidth=statistics.median(map(min, alone, sustained or repeat(math.inf))),
         latency=latency,
         message_seconds=small,
         message_bandwidth=1 / busy_a_byte if busy_a_byte else None,

@@ -30,7 +30,7 @@ from .memory import bytes_of, keep_freed_memory, peaks
 from .optimizers import OptimizerFactory, optimizers_of_copies
 from .passes import Passes, Sample, Traffic, profiled, slice_shares
 
-WARM_UP = 2  # passes that do not count
+WARM_UP = 2  # passes that do not count; one where it takes long
 LEAST = 3  # passes that count, however long they take
 LESS_SHARE = 0.1  # of the time, for the passes that measure what it costs to keep less
 UPDATES = 5  # optimizer steps that are timed, after one that makes its state
@@ -251,6 +251,8 @@ def _repeat(
         now = time.perf_counter()
         if turn >= LEAST and now - started > seconds:
             break
+        if turn == -1 and now - started > seconds / LEAST:
+            continue  # one has to do
         if now - told > 1 or turn == -WARM_UP:
             tell(f"{what}: pass {max(turn, 0)} of at most {repetitions}, {now - started:.0f} s of {seconds:.0f}")
             told = now
