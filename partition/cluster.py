@@ -59,8 +59,8 @@ class Level:
             rank sends when it has heard that the next one waits.
         message_seconds: for which a rank is busy with one message that it sends across this level, and as long with one
             that it receives, in addition to the latency [s].
-        message_bandwidth: bytes of a message of which either rank takes charge a second, without computing meanwhile
-            [bytes/s], in addition to `message_seconds`; None: bytes take none of its time.
+        message_bandwidth: at which a rank's processor sends or receives bytes, in addition to `message_seconds`, and
+            does not compute [bytes/s]; None: bytes take none of its time.
         sum_busy: share of a sum's seconds for which its ranks' processors are busy with it and can't compute (0 to 1):
             where the transport's threads have no core of their own.
         partial_reduce: times the bandwidth of sums over nodes of which each has several members, but not all of its
