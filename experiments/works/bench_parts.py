@@ -14,6 +14,7 @@ import io
 import pstats
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from statistics import median
 
 import torch
@@ -32,11 +33,16 @@ _RUNS, _WARM_UP = 7, 3  # of each repetition of the halves, and before all
 _STEPS = 20  # of one repetition
 _PROFILED_STEPS, _PROFILE_LINES = 50, 30
 
+
+def _blocks(width: int) -> nn.Module:
+    return nn.Sequential(*[Block(GPTConfig(width=width, heads=4, length=128)) for _ in range(4)])
+
+
 STAGES: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {  # and one microbatch's input
-    "GPT, 4 blocks of width 256, length 128": (
-        lambda: nn.Sequential(*[Block(GPTConfig(width=256, heads=4, length=128)) for _ in range(4)]),
-        (4, 128, 256),
-    ),
+    **{
+        f"GPT, 4 blocks of width {width}, length 128": (partial(_blocks, width), (4, 128, width))
+        for width in (256, 512)
+    },
     "8 Linears of width 64, 64 rows": (
         lambda: nn.Sequential(*[part for _ in range(8) for part in (nn.Linear(64, 64), nn.ReLU())]),
         (64, 64),
