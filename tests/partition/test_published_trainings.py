@@ -60,7 +60,7 @@ def test_every_row_is_priced_or_named_with_a_reason() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("file", "average", "worst"), [("mlperf", 0.062, 0.148), ("bridge", 0.056, 0.236), ("nanotron", 0.130, 0.519)]
+    ("file", "average", "worst"), [("mlperf", 0.056, 0.151), ("bridge", 0.053, 0.209), ("nanotron", 0.084, 0.466)]
 )
 def test_steps_of_others(file: str, average: float, worst: float) -> None:
     """They fit, but one: its table's microbatches of two would need 224 GB without recomputation."""
@@ -79,7 +79,7 @@ def test_steps_of_others(file: str, average: float, worst: float) -> None:
 
 def test_tensor_groups_on_one_node_and_over_several() -> None:
     """Tokens a second and GPU of 3.57 billion parameters by T and microbatch (nanotron at 0e0a27e,
-    scripts/scaling_benchmarks.py, a comment): what is missing is as much on one node as on two and four."""
+    scripts/scaling_benchmarks.py, a comment)."""
     model = next(step for step in of("nanotron") if step.name.startswith("3.57"))
     rows = (2, 3, 14167.25), (4, 9, 13460.16), (8, 18, 10888.53), (16, 40, 6159.30), (32, 90, 3609.73)
     errors = []
@@ -88,7 +88,8 @@ def test_tensor_groups_on_one_node_and_over_several() -> None:
         seconds = batch * 4096 / tensor / tokens
         errors.append(off(replace(model, **sizes, pipeline=1, is_sharded=False, seconds=seconds)))
     print(*(f"{each:+.1%}" for each in errors))
-    assert all(-0.17 < each < -0.09 for each in errors)
+    assert all(abs(each) < 0.1 for each in errors)
+    assert mean(errors) < 0.065
 
 
 H100 = {
@@ -109,7 +110,7 @@ def test_tokens_a_second_of_an_h100(name: str) -> None:
     seconds = figures["batch"] * model.length / rate / figures["devices"]
     error = off(Step(file="bridge", name=name, machine="H100", model=model, seconds=seconds, **figures))
     print(f"{name}: {rate / (1 + error):,.0f} tokens/s a GPU, published {rate:,}: {1 / (1 + error) - 1:+.1%}")
-    assert abs(error) < 0.06
+    assert abs(error) < 0.025
 
 
 def machine(step: Step) -> str:
