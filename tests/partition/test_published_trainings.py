@@ -125,11 +125,11 @@ def software(step: Step) -> str:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("file", "alike", "average"),
-    [("mlperf", machine, 0.072), ("mlperf", software, 0.013), ("bridge", machine, 0.058), ("nanotron", machine, 0.119)],
+    [("mlperf", machine, 0.064), ("mlperf", software, 0.002), ("bridge", machine, 0.055), ("nanotron", machine, 0.081)],
 )
 def test_two_steps_foretell_others(file: str, alike: Callable[[Step], str], average: float) -> None:
     """The first two of each machine, or of what is alike, calibrate one constant where one of them foretells the
-    other. Containers of one plan of Megatron-Bridge differ by 5% on average, up to 10%."""
+    other, and make the others no worse. Containers of one plan of Megatron-Bridge differ by 5% on average, up to 10%."""
     errors = []
     for _, own in groupby(sorted(of(file), key=alike), alike):
         first, second, *others = [*own, *[None] * 2]
@@ -137,6 +137,7 @@ def test_two_steps_foretell_others(file: str, alike: Callable[[Step], str], aver
         if second is not None and held_out:
             device = calibrated(first, first, second)
             errors += [off(step, device) for step in held_out]
+            assert mean(errors[-len(held_out) :]) <= mean(off(step) for step in held_out) + 1e-9
     print(f"{file}: {mean(errors):.1%} on average of {len(errors)}, {max(map(abs, errors)):.1%} at worst")
     assert mean(errors) == pytest.approx(average, abs=0.003)
 
