@@ -129,7 +129,7 @@ def software(step: Step) -> str:
 )
 def test_two_steps_foretell_others(file: str, alike: Callable[[Step], str], average: float) -> None:
     """The first two of each machine, or of what is alike, calibrate one constant where one of them foretells the
-    other, and make the others no worse. Containers of one plan of Megatron-Bridge differ by 5% on average, up to 10%."""
+    other and make none worse. Containers of one plan of Megatron-Bridge differ by 5% on average, up to 10%."""
     errors = []
     for _, own in groupby(sorted(of(file), key=alike), alike):
         first, second, *others = [*own, *[None] * 2]
