@@ -52,7 +52,7 @@ from ..profile import Node, Profile, Tied
 from ..strict import count, fail
 from ..topology import Topology
 from .device_model import DeviceModel
-from .runtime import BLOCK_SPEED, PLAIN, SPLITS, Runtime
+from .runtime import BLOCK_SPEED, FAST_SPEED, PLAIN, SPLITS, Runtime
 from .transformer import VALUE_BYTES, Transformer
 
 LAYER_KERNELS = (20, 28, 12)  # of a layer's F, I and W
@@ -205,7 +205,8 @@ class LayerFormulas:
         whole, inward = list(zip(flops, outputs, strict=True)), list(zip(flops, inputs, strict=True))
         parts = [own if self.overlaps else min(own, self.runtime.pieces) for own in (t, m)]  # of products beside sums
         cuts = [cut for own in parts for cut in (own, min(own, SPLITS) if self.overlaps else 1)]
-        forward = [(each, out / cut) for (each, out), cut in zip(whole, cuts, strict=True)]
+        speed = FAST_SPEED if self.runtime.adds_fast and model.precision == "fp8" and not self.device.fp4_flops else 1.0
+        forward = [(each / speed, out / cut) for (each, out), cut in zip(whole, cuts, strict=True)]
         inward[1::2] = [(each, out / own) for (each, out), own in zip(inward[1::2], parts, strict=True)]
         sums = 2.0 if m == t else 1.0 + (model.split == "sequence") / 2
         again = sums / 2 * (self.runtime.gathers_again and model.split == "sequence")

@@ -33,6 +33,7 @@ class Runtime(NamedTuple):
         gathers_again: inputs that sequence parallelism divides are gathered for I once more.
         pieces: at most, of a product next to a sum that does not overlap.
         scales_blocks: 8-bit values have a scale for each 32 (MXFP8), with which products are slower.
+        adds_fast: Hopper adds F's 8-bit products in fewer bits (Transformer Engine's module/base.py).
         part_seconds: of the host for each parameter and replica, where updated weights are gathered by themselves [s].
         attention: causal FLOP/s of its kernels over those of other products, forward and backward, where scores are not
             stored; and tokens, for which each kernel takes as if so many more were there: of a sequence, or of each
@@ -53,6 +54,7 @@ class Runtime(NamedTuple):
     gathers_again: bool = False
     pieces: int = 1
     scales_blocks: bool = False
+    adds_fast: bool = False
     part_seconds: float = 0.0
     attention: tuple[float, float, float] | None = None
 
@@ -68,6 +70,9 @@ benchmark/sdpa_benchmark_training: 644 and 541, 1574 and 1332 TFLOP/s at 8,192),
 BLOCK_SPEED = 0.951
 """MXFP8's products over those with one scale a tensor: Transformer Engine's at a layer's sizes on a B300, 6.812 and
 7.161 ms (docs/examples/gemm_profiling at d0067d0da)."""
+FAST_SPEED = 1.042
+"""8-bit products of an H200 that add in fewer bits, over 16-bit ones: 1.905 (gemm_profiling, as above), where those of
+`PRESETS` have 1.828."""
 PLAIN = Runtime()
 MEGATRON_CORE = Runtime(
     overlaps_sums=True,
@@ -79,6 +84,7 @@ MEGATRON_CORE = Runtime(
     adds_gradients=True,
     sums_early=True,
     sums_by_chunk=True,
+    adds_fast=True,
     attention=CUDNN,
 )
 """Megatron-Core with Transformer Engine, as NeMo and Megatron-Bridge configure it for speed (their performance guides;

@@ -60,7 +60,7 @@ def test_every_row_is_priced_or_named_with_a_reason() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("file", "average", "worst"), [("mlperf", 0.056, 0.151), ("bridge", 0.053, 0.209), ("nanotron", 0.084, 0.466)]
+    ("file", "average", "worst"), [("mlperf", 0.058, 0.146), ("bridge", 0.052, 0.209), ("nanotron", 0.084, 0.466)]
 )
 def test_steps_of_others(file: str, average: float, worst: float) -> None:
     """They fit, but one: its table's microbatches of two would need 224 GB without recomputation."""
@@ -110,7 +110,7 @@ def test_tokens_a_second_of_an_h100(name: str) -> None:
     seconds = figures["batch"] * model.length / rate / figures["devices"]
     error = off(Step(file="bridge", name=name, machine="H100", model=model, seconds=seconds, **figures))
     print(f"{name}: {rate / (1 + error):,.0f} tokens/s a GPU, published {rate:,}: {1 / (1 + error) - 1:+.1%}")
-    assert abs(error) < 0.025
+    assert abs(error) < 0.015
 
 
 def machine(step: Step) -> str:
@@ -125,7 +125,7 @@ def software(step: Step) -> str:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("file", "alike", "average"),
-    [("mlperf", machine, 0.064), ("mlperf", software, 0.002), ("bridge", machine, 0.055), ("nanotron", machine, 0.081)],
+    [("mlperf", machine, 0.063), ("mlperf", software, 0.007), ("bridge", machine, 0.053), ("nanotron", machine, 0.081)],
 )
 def test_two_steps_foretell_others(file: str, alike: Callable[[Step], str], average: float) -> None:
     """The first two of each machine, or of what is alike, calibrate one constant where one of them foretells the

@@ -54,9 +54,23 @@ def test_casts_where_sequence_parallel_ranks_gather_them() -> None:
         assert narrow.forward_seconds - plain.forward_seconds == pytest.approx(more)
         more = 4 * (own + 1.5 * heads + 2 * mlp) + turned * 2 * n * h
         assert narrow.backward_seconds - plain.backward_seconds == pytest.approx(more)
-    blocks = Runtime(scales_blocks=True)
-    layer = profile_of(replace(FEW, precision="fp8"), device=replace(COUNTER, fp8_flops=2.0), runtime=blocks).nodes[1]
-    assert layer.weight_grad_seconds == pytest.approx(n * h * (2.5 * h + 3 * 3.5 * h) / 0.951)
+
+
+def test_products_in_fp8_by_recipe_and_device() -> None:
+    """Scales of blocks slow all; Hopper adds forward in fewer bits."""
+    products = FEW.length * FEW.hidden**2 * (2.5 + 3 * 3.5)
+    for runtime, fp4, forward, back in (
+        (Runtime(scales_blocks=True), 2.0, 0.951, 0.951),
+        (Runtime(adds_fast=True), None, 1.042, 1.0),
+        (Runtime(adds_fast=True), 2.0, 1.0, 1.0),
+    ):
+        device = replace(COUNTER, fp8_flops=2.0, fp4_flops=fp4)
+        plain, own = (
+            profile_of(replace(FEW, precision="fp8"), device=device, runtime=each) for each in (PLAIN, runtime)
+        )
+        less = plain.nodes[1].forward_seconds - own.nodes[1].forward_seconds
+        assert less == pytest.approx(products * (1 - 1 / forward))
+        assert own.nodes[1].weight_grad_seconds == pytest.approx(products / back)
 
 
 @pytest.mark.parametrize(("split", "more"), [("tensor", 0), ("sequence", 1)])
@@ -269,6 +283,13 @@ def test_attention_is_as_fast_as_its_kernels_fused_or_not() -> None:
     usual = device.matrix_seconds(scores, outputs=1e30)
     assert own.forward_seconds - plain.forward_seconds == pytest.approx(usual / 0.5 - usual)
     assert own.backward_seconds - plain.backward_seconds == pytest.approx(2.5 * (usual / 0.25 - usual))
+    each_part = (  # of a ring starts anew
+        profile_of(model, t=2, context=2, device=device, runtime=Runtime(overlaps_context=True, attention=each)).nodes[
+            1
+        ]
+        for each in (None, (0.5, 0.25, model.length))
+    )
+    assert -(next(each_part).forward_seconds - next(each_part).forward_seconds) == pytest.approx(usual)
     stored = (
         profile_of(SMALL, device=device, runtime=Runtime(attention=each)).nodes for each in (None, (0.5, 0.25, 0))
     )
