@@ -267,8 +267,9 @@ def _print(options: CalibrateOptions, steps: Sequence[StepRow], found: Calibrati
 
 def _said(options: CalibrateOptions, steps: Sequence[StepRow], found: Calibration[Any]) -> list[str]:
     if not found.left_out:
+        said = "one scale is fitted" if found.fitted else "off by no more than plans of one machine differ"
         return [
-            f"{count(len(steps), 'measured step')}: one scale is fitted, and nothing is left out to judge it: "
+            f"{count(len(steps), 'measured step')}: {said}, and nothing is left out to judge it: "
             f"expected steps of at least {LEAST_PLANS} plans, better of 3 or more",
             *_next(options, found),
         ]
@@ -285,7 +286,7 @@ def _said(options: CalibrateOptions, steps: Sequence[StepRow], found: Calibratio
 
 def _next(options: CalibrateOptions, found: Calibration[Any]) -> list[str]:
     if found.choice == NO_FIT:
-        said = "no fit predicts rows that are left out better than chance would: the constants stay as they are"
+        said = "no fit is known to predict other rows better: the constants stay as they are"
         return [said if options.out is None else f"{said}, also in {options.out}"]
     option = "--cluster" if isinstance(found.constants, Scales) else "--device"
     if options.out is None:

@@ -18,6 +18,7 @@ from .fit import FITTED, FREE, fit_device, with_values
 NOISE = 0.04  # by which equal runs differ, as a part
 SHRUNK = 0.8  # of the range before a fit, as a part: rows that leave less of it show a constant
 LEAST_PLANS = 2  # to judge a fit by those that are left out
+PLANS_DIFFER = 0.05  # by which predictions for one machine are off differently from plan to plan, as a part
 LEAST_GAIN = 0.005  # on average over those, as a part: by less, equal runs differ
 _ADDED = ("wave_outputs", "kernel_seconds", "hop_seconds")  # a step grows with them; by the others it is divided
 
@@ -110,8 +111,9 @@ def calibrate(
     Three choices are compared: `start` as it is; one scale (`matrix_efficiency`, or `Scales.compute`); and all
     constants that the rows show, half as many as rows at most: the others stay. Each row is predicted by fits to the
     rows of other plans (equal predictions are of one), and more constants are taken where they come closer by more than
-    chance gives. With one plan the scale is fitted. Outliers hardly count. Constants that are ideal in
-    `start`, 1 or 0 s, begin at typical values.
+    chance gives. With one plan the scale is fitted, less what plans of one machine differ by (the positive part of
+    James and Stein's estimate). Outliers hardly count. Constants that are ideal in `start`, 1 or 0 s, begin at typical
+    values.
 
     Arguments:
         evaluate: seconds of a row's plan with these constants; called about 20 times a row.
@@ -143,6 +145,11 @@ def calibrate(
         choice = _closest({kind: np.bincount(plans, each) / np.bincount(plans) for kind, each in off.items()})
     best = tangents.get(choice)
     found = start if best is None else best.fit(start)
+    if len(different) < LEAST_PLANS:
+        missed = max(float(np.median(abs(np.log(np.array(before) / goal)))), PLANS_DIFFER)
+        known, trusted = getattr(start, names[0]), 1 - (PLANS_DIFFER / missed) ** 2
+        scale = known * (getattr(found, names[0]) / known) ** trusted
+        found, (choice, best) = replace(start, **{names[0]: scale}), (SCALE, best) if trusted else (NO_FIT, None)
     return Calibration(
         constants=found,
         choice=choice,

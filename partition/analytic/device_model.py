@@ -34,6 +34,7 @@ _JSON_VERSION = 1
 TILE = 64 * 128  # outputs that a multiprocessor makes at once, where a product has few: larger tiles need more of them
 LARGE_TILE = 128 * 256
 FP8_TERAFLOPS_A_WATT = 2.35  # that Blackwell sustains at its power limit, see `PRESETS`
+FP4_SPEED = 1.81  # over FP8's, in Transformer Engine, see `PRESETS`
 NVLINK_EFFICIENCY = 0.76  # NCCL's sums over 8 A100: 229 of 300 GB/s (vTrain's measurements)
 
 
@@ -235,7 +236,7 @@ _hopper = partial(
     matrix_efficiency=0.7,
     wave_outputs=132 * LARGE_TILE,
     link_efficiency=0.81,
-    memory_efficiency=0.9,
+    memory_efficiency=0.81,
     network_efficiency=0.92,
     fp8_flops=2 * 989.4e12,
 )
@@ -252,7 +253,7 @@ def _blackwell(
     watts: float,
 ) -> DeviceModel:
     """`watts`: its power limit."""
-    a_clock = fp4_teraflops / (4 * teraflops)  # work of a 4-bit product, over that of one in 16
+    sustained = FP8_TERAFLOPS_A_WATT * watts / matrix_efficiency
     return _sxm(
         name,
         multiprocessors=multiprocessors,
@@ -263,12 +264,12 @@ def _blackwell(
         matrix_efficiency=matrix_efficiency,
         wave_outputs=multiprocessors * LARGE_TILE,
         link_efficiency=0.75,
-        memory_efficiency=0.9,
+        memory_efficiency=0.67,
         network_efficiency=0.92,
         fp8_flops=2 * teraflops * 1e12,
-        fp8_efficiency=round(FP8_TERAFLOPS_A_WATT * watts / (2 * teraflops * matrix_efficiency), 3),
+        fp8_efficiency=round(sustained / (2 * teraflops), 3),
         fp4_flops=fp4_teraflops * 1e12,
-        fp4_efficiency=round(0.948 * min(1.0, a_clock ** (-1 / 3)), 3),
+        fp4_efficiency=round(FP4_SPEED * sustained / fp4_teraflops, 3),
     )
 
 
@@ -315,13 +316,15 @@ and network):
                           the middle of three published tables (the others: 2695, 2907), and 3309 on a GB300, products
                           of 16384 after 10,000 others (Azure's AI-benchmarking-guide, of the fork egmsft
                           ND_GB200_v6_results.md at 0682f76 and ND_GB300_v6_results.md at 18e80a2)
-    fp4_efficiency        the best of 4 bits over the best of 16; B300 and GB300 multiply 1.5 times as many 4-bit values
-                          a clock, at 1.5^(-1/3) of the clock by the cube law under a power limit (power goes with clock
-                          times voltage squared, which goes with the clock): 8607 TFLOP/s on a GB300, and Azure has 8640
+    fp4_efficiency        1.81 times the 8-bit figure, 5093 over 2814 TFLOP/s: Transformer Engine's products of a layer,
+                          cast before, on a B300 (docs/examples/gemm_profiling at d0067d0da). Of size 16384 a GB200
+                          reaches 5604, a GB300 8640 (Azure)
     link_efficiency       rings of NCCL over eight: 362 of 450 GB/s on H200, 677 of 900 on B200
     network_efficiency    what NCCL counts of a ring's bandwidth with protocol LL128 (src/graph/tuning.cc)
     wave_outputs          tiles of 128 x 256, the most efficient ones (arXiv 2401.14489)
-    memory_efficiency     a copy by torch on an H200, 4.3 of 4.8 TB/s (ours)
+    memory_efficiency     halfway between norms by cuDNN (NVIDIA's cudnn-frontend at 3929da2, benchmark/norms: Llama's,
+                          77% of an H200, 72% of a GB200) and casts: the time of those products with them, less cast
+                          before (86% of an H200, 62% of a B300). A copy reaches 90%
 
 DGX-A100, A100 80 GB in nodes of eight with four network cards, is a device to begin a fit of others' measurements with.
 Of its constants

@@ -22,24 +22,23 @@ norms, dropouts and residuals are divided by t as well (same paper, section 4.2.
 terms in a s are gone, and the backward multiplies Q K^T again (Dao et al. 2022). Besides these
 
     style="llama"     no masks (2 n h kept less), 20 n h (24 n h) of norms and residuals; an MLP of two matrices in
-                      front keeps 6 r n h, moves 6 (10) r n h
+                      front keeps 6 r n h, moves 6 (10) r n h; Q K V are rotated and copied apart (Megatron-Core's
+                      attention.py, Transformer Engine's get_qkv_layout): 8 (8) n h + 8 (12) n g/a h over t
     kv_heads g        K and V of g/a h each: 8 n h kept over t are 4 (1 + g/a) n h
     top_k of experts  n k tokens in the MLP; its inputs and outputs in experts' order, 4 n k h kept, 8 (8) n k h moved
     loss "fused"      the head keeps 4 bytes a token for each logit's 4, and computes logits again in I, or in W alone
     fp8               products with weights in half the time; inputs kept as one byte less each; casts of inputs
-                      (gradients of outputs) 4 bytes a value; two bytes more a weight, since its casts are kept
-    fp4               likewise, kept as 9/16 bytes each (a scale for 16 values); casts 57/8 bytes a value: read for the
-                      largest, then read and written by rows, and by columns (NVIDIA 2025, arXiv 2509.25149)
+                      (gradients of outputs) 4 bytes a value, as many as are here before casts are gathered; two more
+                      then on Hopper, and T parts that userbuffers adds; two bytes a weight more, whose casts are kept
+    fp4               likewise, kept as 9/16 bytes each (a scale for 16 values); casts 41/8 bytes a value: read for the
+                      largest, then read, and written by rows and by columns (NVIDIA 2025, arXiv 2509.25149)
     context c         n / c tokens on a device; K and V are gathered, and all of them kept; their gradients are summed:
                       half a sum of 4 n g/a h / t bytes over c devices (two halves)
     expert e          all-to-all of 2 n k h bytes over e replicas, which hold E/e experts each, twice (twice); tensor
                       ranks then hold these whole, and compute the same rows: without a sum (with sequence, half a one)
 
-The update is memory traffic, too
-(`Transformer.update_bytes`); a tied embedding's gradient is summed over the first and the last stage. Nothing
-overlaps, but what a `Runtime` says and that the host starts kernels while the device computes: a part takes what the
-slower of the two takes. The kernels are those of a layer of Megatron-LM: products, norms, softmax, dropouts, GeLU,
-copies of transposed tensors, additions, sums.
+The update is memory traffic (`Transformer.update_bytes`); a tied embedding's gradient is summed over its two stages.
+Nothing overlaps, but what a `Runtime` says, and kernels that the host starts, those of Megatron-LM, while others run.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ from ..profile import Node, Profile, Tied
 from ..strict import count, fail
 from ..topology import Topology
 from .device_model import DeviceModel
-from .runtime import PLAIN, SPLITS, Runtime
+from .runtime import BLOCK_SPEED, FAST_SPEED, PLAIN, SPLITS, Runtime
 from .transformer import VALUE_BYTES, Transformer
 
 LAYER_KERNELS = (20, 28, 12)  # of a layer's F, I and W
 END_KERNELS = (6, 6, 3)  # of the embedding and the head
 LEAST_ROWS = 256  # of the vocabulary in a chunk of a fused loss, as in `model.linear_loss`
-_CASTS = {"fp8": (1.0, 4.0), "fp4": (9 / 16, 57 / 8)}  # bytes kept, and moved, of a value
+_CASTS = {"fp8": (1.0, 4.0), "fp4": (9 / 16, 41 / 8)}  # bytes kept, and moved, of a value
 _Products = Sequence[tuple[float, float]]
 
 
@@ -147,6 +146,8 @@ class LayerFormulas:
         split: tuple[int, int] = (1, 1),
         runtime: Runtime = PLAIN,
     ) -> None:
+        if runtime.scales_blocks:
+            device = replace(device, fp8_efficiency=BLOCK_SPEED * device.fp8_efficiency)
         self.model, self.tensor, self.device, self.runtime = model, tensor, device, runtime
         self.overlaps = runtime.overlaps_sums and model.precision != "fp4"
         (self.context, self.expert), size = split, tensor * split[0] * split[1]
@@ -195,49 +196,44 @@ class LayerFormulas:
     def _layer(self) -> Node:
         model, t, m = self.model, self.tensor, self.dividing
         routed, mlp = self.wide * model.top_k, self.tokens * model.top_k * model.mlp_width / m
-        heads, llama, ahead = self.wide / t, model.style == "llama", model.mlp_inputs
+        heads, ahead = self.wide / t, model.mlp_inputs
         # Each product with its outputs, forward and of I: Q K V, after the attention, up, down.
         every = zip(model.product_widths(), (t, t, m, m), strict=True)
         flops = [2.0 * self.tokens * model.hidden / own * width for width, own in every]
-        inputs, outputs = (
-            (self.wide, heads, routed, mlp),
-            ((1 + 2 * model.kv_part) * heads, self.wide, ahead * mlp, routed),
-        )
+        inputs = self.wide, heads, routed, mlp
+        outputs = (1 + 2 * model.kv_part) * heads, self.wide, ahead * mlp, routed
         whole, inward = list(zip(flops, outputs, strict=True)), list(zip(flops, inputs, strict=True))
-        parts = (t, m) if self.overlaps else (1, 1)
-        cuts = [cut for own in parts for cut in (own, min(own, SPLITS))]
-        forward = [(each, out / cut) for (each, out), cut in zip(whole, cuts, strict=True)]
-        inward[1::2] = [(each, out / own) for (each, out), own in zip(inward[1::2], parts, strict=True)]  # beside sums
+        parts = [own if self.overlaps else min(own, self.runtime.pieces) for own in (t, m)]  # of products beside sums
+        cuts = [cut for own in parts for cut in (own, min(own, SPLITS) if self.overlaps else 1)]
+        speed = FAST_SPEED if self.runtime.adds_fast and model.precision == "fp8" and not self.device.fp4_flops else 1.0
+        forward = [(each / speed, out / cut) for (each, out), cut in zip(whole, cuts, strict=True)]
+        inward[1::2] = [(each, out / own) for (each, out), own in zip(inward[1::2], parts, strict=True)]
         sums = 2.0 if m == t else 1.0 + (model.split == "sequence") / 2
+        again = sums / 2 * (self.runtime.gathers_again and model.split == "sequence")
         every_score, (scores, inner) = self.tokens * model.heads * model.length / t, self._score_flops()
-        moved, ordered, chooser = (20, 24) if llama else (22, 34), 0.0, []
-        if model.experts > 1:
-            chooser = [(2.0 * self.tokens * model.hidden * model.experts, float(self.tokens * model.experts))]
-            ordered = self.routed
-        of_mlp, of_heads = (6, 10) if llama else (4, 6), (0, 0)
-        if not self.runtime.fuses:
-            of_mlp, of_heads = (10, 26) if llama else of_mlp, (40, 32)
-        reads, writes = (
-            one * self.whole + two * mlp + three * heads + of_scores * self.scores + 8 * ordered
-            for one, two, three, of_scores in zip(moved, of_mlp, of_heads, (13, 19), strict=True)
+        choices = self.tokens * model.experts * (model.experts > 1)
+        ordered, chooser = self.routed * (choices > 0), [(2.0 * choices * model.hidden, float(choices))] * (choices > 0)
+        reads, writes = self._traffic(mlp, heads, ordered)
+        attention, kept = (
+            4 * (1 + model.kv_part * self.context) * heads,
+            (8 if model.style == "llama" else 10) * self.whole,
         )
-        attention, kept = 4 * (1 + model.kv_part * self.context) * heads, (8 if llama else 10) * self.whole
         kept += attention + (2 * ahead + 2) * mlp + 4 * ordered
-        parameters, casts, matrices = model.layer_parameters(t, self.expert), 0.0, model.layer_matrices(t, self.expert)
+        matrices, casts, norm = model.layer_matrices(t, self.expert), 0.0, model.norm_parameters
+        parameters = model.layer_parameters(t, self.expert)
         if model.precision != "16-bit":
-            cast, moves = _CASTS[model.precision]
-            reads, writes = reads + moves * sum(inputs), writes + moves * sum(outputs)
+            cast = _CASTS[model.precision][0]
             casts = (2.0 * cast - VALUE_BYTES * (self.runtime.keeps_bytes and cast == 1)) * parameters
             kept -= (VALUE_BYTES - cast) * (self.whole + self.routed + heads + mlp)
         node = self._node(
             "layer",
             (
                 self._seconds([(scores, every_score), *chooser], reads, sums=sums, weights=forward),
-                self._seconds([(inner, every_score), *chooser], writes, sums=sums, weights=inward),
+                self._seconds([(inner, every_score), *chooser], writes, sums=sums + again, weights=inward),
                 # Split along the tokens, where their own outputs are few.
                 self._seconds(chooser, self._added(sum(matrices)), weights=whole),
             ),
-            parameters=[*matrices, parameters - sum(matrices)],
+            parameters=[*matrices, norm, parameters - sum(matrices) - norm],
             stash=kept + 5 * self.scores,
             selective=(kept, self._seconds([(scores, every_score)], 13 * self.scores)),
             # One gradient of GeLU's or softmax's size: the next takes the place of what the product let go of.
@@ -248,17 +244,34 @@ class LayerFormulas:
         node = replace(node, buffer_bytes=casts, expert_bytes=float(VALUE_BYTES * experts * model.expert_parameters(m)))
         return self._exchanging(node, (scores, inner), every_score)
 
+    def _traffic(self, mlp: float, heads: float, ordered: float) -> tuple[float, float]:
+        """Bytes that F and I of a layer move besides products; values in an MLP, in heads, in experts' order."""
+        model, kv, is_llama = self.model, self.model.kv_part, self.model.style == "llama"
+        of_whole, of_mlp, of_heads, casts, ends, added = (22, 34), (4, 6), (0.0, 0.0), 0.0, 0.0, 0.0
+        if is_llama:
+            of_whole, of_mlp = (20, 24), (6, 10) if self.runtime.fuses else (10, 26)
+            of_heads = (8 + 8 * kv, 8 + 12 * kv) if self.runtime.fuses else (36, 40)
+        if model.precision != "16-bit":
+            casts, ends = _CASTS[model.precision][1], self.wide * (1 + model.top_k)
+            if self.runtime.gathers_casts and self.whole < self.wide:  # casts go round; Hopper transposes them for W
+                ends = self.whole + self.routed + (0.0 if self.device.fp4_flops else 2 * ends / casts)
+            added = 2 * VALUE_BYTES * (self.wide + self.whole) * (self.overlaps and self.tensor > 1)
+        cast = ends + heads + mlp, ends + (1 + 2 * kv) * heads + model.mlp_inputs * mlp
+        reads, writes = (
+            one * self.whole + two * mlp + three * heads + of_scores * self.scores + 8 * ordered + casts * each
+            for one, two, three, of_scores, each in zip(of_whole, of_mlp, of_heads, (13, 19), cast, strict=True)
+        )
+        return reads + added, writes
+
     def _score_flops(self) -> tuple[float, float]:
-        """Of F and I, as many as take their time at the device's efficiency."""
+        """Of F and I, as many as take their time as a product."""
         model = self.model
         scores = model.score_flops(self.tokens) / self.tensor
-        if model.attention != "flash":
-            return scores, 2 * scores
-        if self.runtime.attention is None:
-            return scores, 2.5 * scores
-        efficiency = self.device.efficiency(self.tokens * model.heads * model.length / self.tensor)
-        forward, backward = self.runtime.attention
-        return scores / 2 * efficiency / forward, 2.5 * scores / 2 * efficiency / backward
+        if model.attention != "flash" or self.runtime.attention is None:
+            return scores, (2.5 if model.attention == "flash" else 2) * scores
+        forward, backward, start = self.runtime.attention
+        causal = scores / 2 * (1 + start * max(1, self.context * self.runtime.overlaps_context) / model.length)
+        return causal / forward, 2.5 * causal / backward
 
     def _exchanging(self, node: Node, attention: tuple[float, float], outputs: float) -> Node:
         """The node with the seconds in which members exchange keys and values, and rows for experts. In a ring the

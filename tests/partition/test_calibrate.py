@@ -77,6 +77,10 @@ def test_few_rows_fit_the_scale_alone_and_slow_runs_move_little() -> None:
         assert bool(found.left_out) == (number == 2)
         assert {*found.fitted} == {"compute"}
         assert found.after[0] == pytest.approx(rows[0].seconds, rel=1e-2 if number == 1 else 0.5)
+    for slower, trusted in ((1.04, 0.0), (1.1, 0.725)):  # of one plan, by hand: 1 - (0.05 / log 1.1)^2
+        found = calibrate(closed_form, [Step(1.0, 0.0, slower)] * 2, Scales())
+        assert found.constants.compute == pytest.approx(1.1**-trusted, rel=1e-3)
+        assert (found.choice, len(found.fitted)) == ((SCALE, 1) if trusted else (NO_FIT, 0))
     with pytest.raises(ValueError, match=r"rows: \[\]: expected at least one measured step"):
         calibrate(closed_form, [], Scales())
     with pytest.raises(ValueError, match=r"rows\[0\].seconds: 0: expected a finite number above 0"):

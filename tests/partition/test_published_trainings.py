@@ -60,7 +60,7 @@ def test_every_row_is_priced_or_named_with_a_reason() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("file", "average", "worst"), [("mlperf", 0.062, 0.148), ("bridge", 0.056, 0.236), ("nanotron", 0.130, 0.519)]
+    ("file", "average", "worst"), [("mlperf", 0.058, 0.146), ("bridge", 0.052, 0.209), ("nanotron", 0.084, 0.466)]
 )
 def test_steps_of_others(file: str, average: float, worst: float) -> None:
     """They fit, but one: its table's microbatches of two would need 224 GB without recomputation."""
@@ -79,7 +79,7 @@ def test_steps_of_others(file: str, average: float, worst: float) -> None:
 
 def test_tensor_groups_on_one_node_and_over_several() -> None:
     """Tokens a second and GPU of 3.57 billion parameters by T and microbatch (nanotron at 0e0a27e,
-    scripts/scaling_benchmarks.py, a comment): what is missing is as much on one node as on two and four."""
+    scripts/scaling_benchmarks.py, a comment)."""
     model = next(step for step in of("nanotron") if step.name.startswith("3.57"))
     rows = (2, 3, 14167.25), (4, 9, 13460.16), (8, 18, 10888.53), (16, 40, 6159.30), (32, 90, 3609.73)
     errors = []
@@ -88,7 +88,8 @@ def test_tensor_groups_on_one_node_and_over_several() -> None:
         seconds = batch * 4096 / tensor / tokens
         errors.append(off(replace(model, **sizes, pipeline=1, is_sharded=False, seconds=seconds)))
     print(*(f"{each:+.1%}" for each in errors))
-    assert all(-0.17 < each < -0.09 for each in errors)
+    assert all(abs(each) < 0.1 for each in errors)
+    assert mean(errors) < 0.065
 
 
 H100 = {
@@ -109,7 +110,7 @@ def test_tokens_a_second_of_an_h100(name: str) -> None:
     seconds = figures["batch"] * model.length / rate / figures["devices"]
     error = off(Step(file="bridge", name=name, machine="H100", model=model, seconds=seconds, **figures))
     print(f"{name}: {rate / (1 + error):,.0f} tokens/s a GPU, published {rate:,}: {1 / (1 + error) - 1:+.1%}")
-    assert abs(error) < 0.06
+    assert abs(error) < 0.015
 
 
 def machine(step: Step) -> str:
@@ -124,11 +125,11 @@ def software(step: Step) -> str:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("file", "alike", "average"),
-    [("mlperf", machine, 0.072), ("mlperf", software, 0.013), ("bridge", machine, 0.058), ("nanotron", machine, 0.119)],
+    [("mlperf", machine, 0.063), ("mlperf", software, 0.007), ("bridge", machine, 0.053), ("nanotron", machine, 0.081)],
 )
 def test_two_steps_foretell_others(file: str, alike: Callable[[Step], str], average: float) -> None:
     """The first two of each machine, or of what is alike, calibrate one constant where one of them foretells the
-    other. Containers of one plan of Megatron-Bridge differ by 5% on average, up to 10%."""
+    other and make none worse. Containers of one plan of Megatron-Bridge differ by 5% on average, up to 10%."""
     errors = []
     for _, own in groupby(sorted(of(file), key=alike), alike):
         first, second, *others = [*own, *[None] * 2]
@@ -136,6 +137,7 @@ def test_two_steps_foretell_others(file: str, alike: Callable[[Step], str], aver
         if second is not None and held_out:
             device = calibrated(first, first, second)
             errors += [off(step, device) for step in held_out]
+            assert mean(errors[-len(held_out) :]) <= mean(off(step) for step in held_out) + 1e-9
     print(f"{file}: {mean(errors):.1%} on average of {len(errors)}, {max(map(abs, errors)):.1%} at worst")
     assert mean(errors) == pytest.approx(average, abs=0.003)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.inside import (
     MEGATRON_CORE,
+    NANOTRON,
     PLAIN,
     DeviceModel,
     Runtime,
@@ -36,9 +37,42 @@ def test_products_in_fp4_and_what_they_keep() -> None:
     assert narrow.buffer_bytes == 9 / 16 * narrow.parameter_bytes
     slow = replace(device, memory_bandwidth=1.0, peak_flops=4.0)
     plain, narrow = (profile_of(replace(FEW, precision=each), b=2, device=slow).nodes[1] for each in ("16-bit", "fp4"))  # type: ignore[arg-type]
-    amax, rows, columns = 2, 2 + 9 / 16, 2 + 9 / 16
+    amax, read, written = 2, 2, 2 * 9 / 16  # by rows and by columns
     moved = narrow.forward_seconds - plain.forward_seconds - weights / 4
-    assert moved == pytest.approx((amax + rows + columns) * inputs)
+    assert moved == pytest.approx((amax + read + written) * inputs)
+
+
+def test_casts_and_products_in_8_bits_by_device_and_recipe() -> None:
+    """Inputs of columns and gradients of rows are cast before they go round, and transposed on Hopper alone, which adds
+    forward in fewer bits; sums that userbuffers scatters are read in T parts, and written."""
+    t, n, h = 2, FEW.length, FEW.hidden
+    own, heads, mlp, products = 2 * n * h / t, n * h / t, 3.5 * n * h / t, n * h * h * (2.5 + 3 * 3.5)
+    for fp4, turned, speed in ((None, 2, 1.042), (1e30, 0, 1.0)):
+        models = [replace(FEW, precision=each, split="sequence") for each in ("16-bit", "fp8")]  # type: ignore[arg-type]
+        device = replace(MEMORY, fp8_flops=1e30, fp4_flops=fp4)
+        plain, narrow = (profile_of(each, t=t, device=device, runtime=MEGATRON_CORE).nodes[1] for each in models)
+        more = 4 * (own + heads + mlp) + (turned + 2) * 2 * n * h + 2 * own
+        assert narrow.forward_seconds - plain.forward_seconds == pytest.approx(more)
+        more = 4 * (own + 1.5 * heads + 2 * mlp) + turned * 2 * n * h
+        assert narrow.backward_seconds - plain.backward_seconds == pytest.approx(more)
+        device = replace(COUNTER, fp8_flops=2.0, fp4_flops=fp4)
+        for blocks in (1.0, 0.951):
+            runtime = Runtime(adds_fast=True, scales_blocks=blocks < 1)
+            plain, narrow = (profile_of(models[1], device=device, runtime=each).nodes[1] for each in (PLAIN, runtime))
+            less = plain.forward_seconds - narrow.forward_seconds
+            assert less == pytest.approx(products * (1 - 1 / speed / blocks))
+            assert narrow.weight_grad_seconds == pytest.approx(products / blocks)
+
+
+@pytest.mark.parametrize(("split", "more"), [("tensor", 0), ("sequence", 1)])
+def test_nanotrons_products_are_in_pieces_and_inputs_gathered_again(split: Any, more: int) -> None:
+    """Half a wave for each of three pieces: Q K V and up forward, gradients of their outputs' and down's inputs."""
+    h, sums = SMALL.hidden, 2 * 3 / 4 * 2 * SMALL.length * SMALL.hidden / 1e3
+    model, device = replace(SMALL, split=split), replace(COUNTER, link_bandwidth=1e3, wave_outputs=2e3)
+    nodes = [profile_of(model, t=4, device=device, runtime=each).nodes[1] for each in (PLAIN, NANOTRON)]
+    for name, gathered in (("forward_seconds", 0), ("backward_seconds", more * sums)):
+        plain, own = (getattr(node, name) for node in nodes)
+        assert own - plain == pytest.approx(2 * (2 * 2e3 / 2) * 2 * h + gathered)
 
 
 def test_sums_over_tensor_ranks_overlap_with_products_in_parts() -> None:
@@ -226,30 +260,31 @@ def test_chunks_of_a_rank_are_a_bucket_each(schedule: str) -> None:
 
 
 def test_attention_is_as_fast_as_its_kernels_fused_or_not() -> None:
-    """Causal FLOPs, half of all, by parts of the peak; the backward multiplies two and a half times as much."""
+    """Causal FLOPs, half of all and the start's, over those of products; backward two and a half times as many."""
     device = DeviceModel(name="slow", peak_flops=1e12, memory_bandwidth=1e30, memory_bytes=1e12, link_bandwidth=1e30)
     model = replace(SMALL, attention="flash")
-    plain, own = (
-        profile_of(model, device=device, runtime=Runtime(attention=each)).nodes[1] for each in (None, (0.5, 0.25))
-    )
+    some = [Runtime(attention=each) for each in (None, (0.5, 0.25, model.length))]
+    plain, own = (profile_of(model, device=device, runtime=each).nodes[1] for each in some)
     scores = model.score_flops(model.length)
     usual = device.matrix_seconds(scores, outputs=1e30)
-    assert own.forward_seconds - plain.forward_seconds == pytest.approx(scores / 2 / 0.5e12 - usual)
-    assert own.backward_seconds - plain.backward_seconds == pytest.approx(2.5 * (scores / 2 / 0.25e12 - usual))
-    stored = (profile_of(SMALL, device=device, runtime=Runtime(attention=each)).nodes for each in (None, (0.5, 0.25)))
-    assert len({*stored}) == 1
+    assert own.forward_seconds - plain.forward_seconds == pytest.approx(usual / 0.5 - usual)
+    assert own.backward_seconds - plain.backward_seconds == pytest.approx(2.5 * (usual / 0.25 - usual))
+    ring = (each._replace(overlaps_context=True) for each in some)
+    plain, own = (profile_of(model, t=2, context=2, device=device, runtime=each).nodes[1] for each in ring)
+    assert own.forward_seconds - plain.forward_seconds == pytest.approx(usual)  # each part of a ring starts anew
+    assert len({profile_of(SMALL, device=device, runtime=each).nodes for each in some}) == 1
     # Bytes that a person counts in nanotron's layer: SiLU and the product apart; Q K V, K V and the output copied.
     model = replace(SMALL, style="llama", attention="flash")
     fused, apart = (profile_of(model, device=MEMORY, runtime=Runtime(fuses=each)).nodes for each in (True, False))
     heads, mlp, logits = (model.length * width for width in (model.hidden, model.mlp_width, model.vocabulary))
-    assert apart[1].forward_seconds - fused[1].forward_seconds == pytest.approx(4 * mlp + 40 * heads)
-    assert apart[1].backward_seconds - fused[1].backward_seconds == pytest.approx(16 * mlp + 32 * heads)
+    assert apart[1].forward_seconds - fused[1].forward_seconds == pytest.approx(4 * mlp + (36 - 16) * heads)
+    assert apart[1].backward_seconds - fused[1].backward_seconds == pytest.approx(16 * mlp + (40 - 20) * heads)
     assert apart[-1].forward_seconds - fused[-1].forward_seconds == pytest.approx(20 * logits)
     adding = (Runtime(adds_gradients=True, fuses=each) for each in (True, False))
     once, again = (profile_of(model, device=MEMORY, runtime=each).nodes[1].weight_grad_seconds for each in adding)
     assert (again or 0.0) - (once or 0.0) == pytest.approx(4 * sum(model.layer_matrices(1)))
     parts = profile_of(model, device=MEMORY, runtime=Runtime(part_seconds=1.0)).nodes
-    assert [node.part_seconds for node in parts[1:]] == [5] * model.layers + [2]
+    assert [node.part_seconds for node in parts[1:]] == [6] * model.layers + [2]
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ class Step:
             return NANOTRON
         if self.name.startswith("v3.1"):
             return MEGATRON_CORE._replace(gathers_bytes=False, keeps_bytes=False, attention=NANOTRON.attention)
-        return MEGATRON_CORE._replace(gathers_bytes="MXFP8" not in self.name)
+        return MEGATRON_CORE._replace(gathers_bytes="MXFP8" not in self.name, scales_blocks="MXFP8" in self.name)
 
     @property
     def cluster(self) -> Cluster:
