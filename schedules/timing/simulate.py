@@ -314,9 +314,10 @@ class _Simulation:
         filled, posted, held = [], self.posted[pair], self.held[pair]
         while posted and held:
             (transit, slot), since = held.popleft(), posted.popleft()
-            if transit.blocks:  # both ends
-                self.arrived[slot] = through = transit.carry(max(now, *(self.free_at[rank] for rank in pair)))
-                for rank in pair:
+            if transit.blocks:
+                ends = pair if slot in self.unsent[pair[0]] else ()  # who waits
+                self.arrived[slot] = through = transit.carry(max([now, *(self.free_at[rank] for rank in ends)]))
+                for rank in ends:
                     self.free_at[rank] = through - transit.latency
                 self.unsent[pair[0]].discard(slot)
             else:
