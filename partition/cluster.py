@@ -15,7 +15,7 @@ from .strict import check_figures, count, fail, number, parse_object, printable,
 
 _JSON_VERSION = 1
 RINGS = ("levels", "flat")
-SENDS = ("beside", "blocking")
+SENDS = ("beside", "blocking", "rendezvous")
 _FORM = "4x8:nvlink=300GB/s@2us,net=12GB/s@10us:80GB (sizes outermost first, links innermost first)"
 
 
@@ -67,8 +67,9 @@ class Level:
             devices: their rings share network cards (0 to 1). No flat ring does.
         devices_per_card: neighbours that share one network card on their ways across this level, whose bandwidth it is
             then; None: each has its own.
-        sends: "blocking": a rank continues computing only when its message has left; "beside": messages overlap with
-            compute.
+        sends: "beside": messages overlap with compute; "blocking": a rank continues computing only when its message has
+            left; "rendezvous": so does the receiver, from its end of the action before the one that takes the message
+            (NCCL's send and receive in the order of a device's computations, as DeepSpeed's pipeline has them).
     """
 
     name: str

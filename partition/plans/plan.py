@@ -106,7 +106,7 @@ def _links_as_json(links: Links) -> dict[str, object]:
     routes = [
         {"places": pair, "latency": way.latency, "seconds_per_byte": way.seconds_per_byte}
         | ({"on_card": True} if way.sending else {})
-        | ({"blocks": True} if way.blocks else {})
+        | {name: True for name in ("blocks", "meets") if getattr(way, name)}
         for pair, way in links.network.routes.items()
     ]
     sums = [
@@ -131,6 +131,7 @@ def _links(record: Fields | None, *, num_places: int) -> Links | None:
             seconds_per_byte=route.number("seconds_per_byte"),
             sending=ON_CARD if route.truth("on_card", default=False) else None,
             blocks=route.truth("blocks", default=False),
+            meets=route.truth("meets", default=False),
         )
         route.done()
     sums = []

@@ -55,6 +55,7 @@ class Placement:
                     seconds_per_byte=hop.seconds_a_byte,
                     sending=ON_CARD if hop.on_card else None,
                     blocks=hop.blocks,
+                    meets=hop.meets,
                 )
                 if a != b and routes.get((min(pair), max(pair))) != link:
                     routes[pair if out != back else (min(pair), max(pair))] = link

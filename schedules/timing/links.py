@@ -54,6 +54,8 @@ class Link:
         seconds_per_byte: of the slowest part of the path; 0: no limit.
         sending, receiving: network cards at both ends, shared by all links that name them.
         blocks: whether a rank continues computing only when its message has left.
+        meets: and whether that is only once the receiver has ended the action before the one that takes it; each rank
+            has one such message at a time. Where all ranks would wait for each other, senders compute on.
     """
 
     latency: float = 0.0
@@ -61,9 +63,12 @@ class Link:
     sending: Hashable = None
     receiving: Hashable = None
     blocks: bool = False
+    meets: bool = False
 
     def __post_init__(self) -> None:
         _check(latency=self.latency, seconds_per_byte=self.seconds_per_byte)
+        if self.meets and not self.blocks:
+            raise ValueError("meets=True with blocks=False: expected blocks=True, too")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -160,6 +160,7 @@ class _Simulation:
         self.posted = defaultdict[tuple[int, int], deque[float]](deque)
         self.held = defaultdict[tuple[int, int], deque[tuple[Transit, int]]](deque)
         self.last = defaultdict[tuple[int, int], float](float)
+        self.unsent: list[set[int]] = [set() for _ in wiring.programs]  # slots, of messages that their sender waits for
         for pair in (pair for own in wiring.posts for pair in own.get(0, ())):
             self.posted[pair].append(-math.inf)
         self.arrived = [_NOT_YET] * wiring.num_slots
@@ -222,7 +223,7 @@ class _Simulation:
         starts: list[list[float]] = [[] for _ in programs]
         ends: list[list[float]] = [[] for _ in programs]
         position = [0] * len(programs)
-        free_at = self.free_at
+        free_at, unsent = self.free_at, self.unsent
         blocked: dict[int, list[int]] = {}  # slot -> the ranks that wait for it
         events: list[tuple[float, int]] = []  # (end of the running action, rank)
         ready = list(range(len(programs)))
@@ -230,7 +231,7 @@ class _Simulation:
             for rank in ready:
                 codes, indices = programs[rank]
                 at = position[rank]
-                if at == len(codes):
+                if at == len(codes) or unsent[rank]:
                     continue
                 code, k = codes[at], indices[at]
                 start = free_at[rank]
@@ -246,6 +247,8 @@ class _Simulation:
                     starts[rank].append(start)
                     heappush(events, (start + durations[code][k], rank))
             if not events:
+                if ready := self._send_later():
+                    continue
                 break
             now, rank = heappop(events)
             codes, indices = programs[rank]
@@ -260,9 +263,7 @@ class _Simulation:
             ready = [rank]
             filled = self._finish(outputs[code], code, k, rank)
             if at + 1 in begins[rank]:
-                for pair in self.wiring.posts[rank].get(at + 1, ()):
-                    self.posted[pair].append(now)
-                    filled += self._let_go(pair, now)
+                filled += self._post(rank, at + 1, now, ready)
                 filled += self._begin(begins[rank][at + 1], rank, now)
             for slot in filled:
                 ready += blocked.pop(slot, ())
@@ -278,6 +279,8 @@ class _Simulation:
                 self.arrived[base + index] = now + delays[index]
             elif (pair := self.wiring.waits.get(base + index)) is not None:
                 self.held[pair].append((transit, base + index))
+                if transit.blocks:
+                    self.unsent[rank].add(base + index)
                 filled += self._let_go(pair, now)
                 continue
             else:
@@ -287,13 +290,39 @@ class _Simulation:
             filled.append(base + index)
         return filled
 
+    def _post(self, rank: int, place: int, now: float, ready: list[int]) -> list[int]:
+        """A rank posts its receives at a place of its program; returns the slots that they fill, and adds to `ready`
+        who waited for them."""
+        filled: list[int] = []
+        for pair in self.wiring.posts[rank].get(place, ()):
+            self.posted[pair].append(now)
+            waited = bool(self.unsent[pair[0]])
+            filled += self._let_go(pair, now)
+            if waited and not self.unsent[pair[0]]:
+                ready.append(pair[0])
+        return filled
+
+    def _send_later(self) -> list[int]:
+        """Ranks that all wait for each other to receive; they do so no longer."""
+        ready = [rank for rank, slots in enumerate(self.unsent) if slots]
+        for rank in ready:
+            self.unsent[rank].clear()
+        return ready
+
     def _let_go(self, pair: tuple[int, int], now: float) -> list[int]:
         """Send the held messages of a pair of ranks whose receives are posted; returns the slots that they fill."""
         filled, posted, held = [], self.posted[pair], self.held[pair]
         while posted and held:
-            transit, slot = held.popleft()
-            heard = max(posted.popleft() + 2 * transit.latency, self.last[pair])
-            self.arrived[slot] = self.last[pair] = max(transit.carry(now), heard + transit.seconds)
+            (transit, slot), since = held.popleft(), posted.popleft()
+            if transit.blocks:
+                ends = pair if slot in self.unsent[pair[0]] else ()  # who waits
+                self.arrived[slot] = through = transit.carry(max([now, *(self.free_at[rank] for rank in ends)]))
+                for rank in ends:
+                    self.free_at[rank] = through - transit.latency
+                self.unsent[pair[0]].discard(slot)
+            else:
+                heard = max(since + 2 * transit.latency, self.last[pair])
+                self.arrived[slot] = self.last[pair] = max(transit.carry(now), heard + transit.seconds)
             filled.append(slot)
         return filled
 

@@ -196,13 +196,14 @@ class ScheduleWiring:
         """Posts receives at the positions where `lower` does, for links that would idle without one (see `links`)."""
         ahead = receives_ahead(max((each.num_bytes for each in self.routes), default=0.0))
         slow = [
-            0 < (ahead - 2) * size * way.seconds_per_byte < 2 * way.latency and not way.blocks
+            way.meets or (0 < (ahead - 2) * size * way.seconds_per_byte < 2 * way.latency and not way.blocks)
             for *_, size, way, _ in self.routes
         ]
+        meet = {each[:2] for each in self.routes if each.way.meets}  # where it is posted just before it is needed
         sent: dict[tuple[int, int], list[int]] = {}  # slots, in the order of the sender
         used: dict[int, int] = {}
         playing = zip(self.programs, self.waits_also, strict=True)
-        for (codes, indices), also in playing if any(slow) and ahead < self.num_indices * len(slow) else ():
+        for (codes, indices), also in playing if meet or (any(slow) and ahead < self.num_indices * len(slow)) else ():
             for at, (code, k) in enumerate(zip(codes, indices, strict=True)):
                 for base in (*self.inputs[code], *also.get(at, ())):
                     used.setdefault(base + k, at)
@@ -212,7 +213,8 @@ class ScheduleWiring:
                         sent.setdefault(self.waits[base + k], []).append(base + k)
         for pair, slots in sent.items():
             late = [used.get(slot, len(self.actions[pair[1]])) for slot in reversed(slots)]
-            for place in map(min, reversed([*accumulate(late, min)]), [0] * ahead + [at + 1 for at in sorted(late)]):
+            early = sorted(late) if pair in meet else [0] * ahead + [at + 1 for at in sorted(late)]
+            for place in map(min, reversed([*accumulate(late, min)]), early):
                 self.posts[pair[1]].setdefault(place, []).append(pair)
                 self.begins[pair[1]].setdefault(place, [])
 

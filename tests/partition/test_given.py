@@ -224,7 +224,7 @@ def test_links_of_one_direction_and_of_their_own_are_checked_and_kept() -> None:
     for number in (3, 4):
         with pytest.raises(ValueError, match=f"devices_per_card: {number}: expected a divisor of the 2 devices"):
             two_hosts(devices_per_card=number)
-    with pytest.raises(ValueError, match="sends: 'later': expected one of beside, blocking"):
+    with pytest.raises(ValueError, match="sends: 'later': expected one of beside, blocking, rendezvous"):
         two_hosts(sends="later")
 
 
@@ -265,6 +265,8 @@ def test_a_send_blocks_its_sender() -> None:
     0B1 20-24. Beside compute 1F1 is 10-12, 1B1 12-16, there at 18."""
     assert step(two_hosts(sends="blocking"), HALVES, 2) == 24
     assert step(two_hosts(), HALVES, 2) == 22
+    # Both ends, by hand: 0F0 0-2, sent 4; 0F1, 1F0 4-6; 1B0 6-10, both sent by 14; 1F1, 1B1 14-20; 0B0 14-18, sent 22
+    assert step(two_hosts(sends="rendezvous"), HALVES, 2) == 26
     one = [GivenStage("ab", [0]), GivenStage("cd", [1])]
     assert step(two_hosts(sends="blocking"), one, 3) == pytest.approx(step(two_hosts(), one, 3))
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.inside import (
     MAX_DRIFT,
@@ -253,12 +253,17 @@ def check_sums(timeline: Timeline) -> None:
 
 @pytest.mark.thorough
 @steady
-@given(schedules_with_costs(), quarters)
+@given(schedules_with_costs(), quarters, st.booleans())
+@example(
+    (build("zb-v", num_ranks=4, num_microbatches=8), Costs(forward=1.0, backward=2.0, input_grad=1.0, weight_grad=1.0)),
+    0.25,
+    True,
+)
 def test_a_rank_that_waits_for_its_own_message_to_leave_waits_for_a_transfer(
-    case: tuple[Schedule, Costs], a_byte: float
+    case: tuple[Schedule, Costs], a_byte: float, meets: bool
 ) -> None:
     schedule, costs = case
-    links = Links(network=Link(seconds_per_byte=a_byte, blocks=True), activation_bytes=1.0)
+    links = Links(network=Link(seconds_per_byte=a_byte, blocks=True, meets=meets), activation_bytes=1.0)
     timeline = simulate(schedule, costs, links)
     check_sums(timeline)
     assert all(idle.unexplained == 0 for idle in attribute_idle(timeline))
