@@ -76,8 +76,8 @@ class MeasuredLevel:
     pairs: tuple[tuple[int, int], ...]  # measured pairs of ranks
     fits: tuple[LineFit, ...]  # of each pair
     seconds: tuple[tuple[int, float], ...]  # by message size [bytes], of the first pair, one way [s]
-    # For which the rank at either end of a message is busy with it, not part of the others [s]; and the rate at which it
-    # is busy with its bytes, in addition [bytes/s]; None: they take none of its time.
+    # For which the rank at either end of a message is busy with it, not part of the others [s]; and the rate at which
+    # it is busy with bytes, in addition [bytes/s]; None: they take none of its time.
     message_seconds: float = 0.0
     message_bandwidth: float | None = None
     sum_busy: float = 0.0  # share of a sum's seconds for which the processors of its members are busy with it (0 to 1)
