@@ -53,8 +53,7 @@ def first_difference(
         stage_of: text for the stage of a parameter or buffer, by name.
         suspects: by module name, what the module does that a cut may lose; "" is the whole model.
         rounding: see `changed_by_rounding`; only asked if a gradient differs.
-        count: number of microbatches.
-        closer: looks once more if nothing differs, see `one_of_many`.
+        count: number of microbatches; `closer` looks once more if nothing differs, as `one_of_many`.
     """
     found = first_apart(plain, piped, tolerance, where="in the pipeline", rounding=rounding, count=count)
     found = found or closer(plain, piped, tolerance, rounding, count)
@@ -131,16 +130,15 @@ def one_of_many(
 ) -> tuple[str, str] | None:
     """(name, text) of the first difference as large as one of `count` microbatches, which may be less than rounding.
 
-    Arguments:
-        losses: of both by microbatch, if known. None may differ by far more than others, nor their mean by more.
-        sums: by parameter, the number that makes its gradient: 4 / eps of them lose a microbatch by rounding.
-        again: passes on each microbatch's gradients from another run, if a gradient differs by enough.
+    `losses`: of both by microbatch, if known; `sums`: by parameter, that a microbatch takes part in, 1 if they are in
+    the plain module's order. `again` runs it once more for the gradients of each microbatch, if one differs enough.
     """
-    off = {k: abs(one - other) for k, (one, other) in losses.items()}
-    usual = max([_LEAST, *(abs(one) for one, _ in losses.values())])
-    allowed = tolerance / 4 * usual + 8 * statistics.median_low([*off.values(), math.inf])
-    for k in (k for k, each in off.items() if each > allowed):
-        return "", f"the loss of microbatch {k} is {losses[k][1]:.6g}, and {losses[k][0]:.6g} in the plain module"
+    off = {k: abs(theirs - ours) for k, (theirs, ours) in losses.items()}
+    usual = max([_LEAST, *(abs(theirs) for theirs, _ in losses.values())])
+    allowed = tolerance / 4 * usual + 8 * statistics.median_low([*off.values(), math.inf])  # rounding is in all
+    for k, (theirs, ours) in losses.items():
+        if off[k] > allowed:
+            return "", f"the loss of microbatch {k} is {ours:.6g}, and {theirs:.6g} in the plain module"
     if off and abs(piped.loss - plain.loss) > 1e-6 * usual + statistics.fmean(off.values()):
         return "", f"the loss is {piped.loss:.6g}, and {plain.loss:.6g} in the plain module, unlike the microbatches'"
     largest = max((size(x) for x in plain.gradients.values() if x is not None), default=0.0)
@@ -148,8 +146,8 @@ def one_of_many(
         name: (one, other)
         for name, one in plain.gradients.items()
         if one is not None and (other := piped.gradients.get(name)) is not None
-        if one.is_floating_point() and not one.is_sparse and one.numel() >= _FEWEST
-        if sums[name] * torch.finfo(one.dtype).eps < 4
+        if one.numel() >= _FEWEST and not (one.is_sparse or one.is_complex())
+        if count * sums[name] ** 3 * torch.finfo(one.dtype).eps < 4  # rounding loses one of more
         if 4 * count * size((other := other.to(one.device)) - one) > max(size(one), _BELOW_THE_LARGEST * largest)
     }
     shares = {name: count * _share(pair[0], *pair, count) for name, pair in doubtful.items()}
@@ -167,9 +165,8 @@ def one_of_many(
 
 
 def _share(along: torch.Tensor, theirs: torch.Tensor, ours: torch.Tensor, count: int) -> float:
-    """Share of a gradient in a difference, nearer to 0 by its error. Rounding has no direction: of n elements, about
-    1 / sqrt(n) of it is along a gradient, and their scatter is the error. A fourth of the usual 1 / count is the least
-    size of a gradient."""
+    """Share of a gradient (of 1 / (4 count) at least) in a difference, less its error. Rounding has no direction: of n
+    elements about 1 / sqrt(n) of it is along a gradient, and their scatter is the error."""
     g, one = along.detach().double(), theirs.double()
     both = (ours - one) * g
     squares = max(float(g.square().sum()), float(one.square().sum()) / (4 * count) ** 2) or 1.0

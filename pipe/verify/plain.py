@@ -188,7 +188,7 @@ class PlainModule:
                                     torch.autograd.backward(scaled * loss_scale)
                     finally:
                         seeder.end()
-                    self.losses[k] = mean_of((loss, count))
+                    self.losses[k] = float(loss.detach()) / float(count or 1.0)
                     total += self.losses[k] * items
                     counts += items
                     if each is not None:
@@ -225,11 +225,6 @@ class PlainModule:
 def _copies_itself(kind: type) -> bool:
     ways = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
     return any(getattr(kind, way, None) is not getattr(nn.Module, way, None) for way in ways)
-
-
-def mean_of(loss: LossValue) -> float:
-    value, count = loss
-    return float(value.detach()) / (1.0 if count is None else float(count) or 1.0)
 
 
 def _taken(sums: dict[str, torch.Tensor], roots: Sequence[nn.Module], divisor: float) -> dict[str, torch.Tensor]:

@@ -32,7 +32,7 @@ from ..telling import tell
 from ..update.gradients import added, clip_factor
 from .compare import Outcome, changed_by_rounding, first_difference, one_of_many
 from .parts import Regions, UnitsBeside
-from .plain import NotVerifiableError, PlainModule, Watch, mean_of
+from .plain import NotVerifiableError, PlainModule, Watch
 
 _LARGE = 2**26
 _Moved = tuple[torch.Tensor, torch.Tensor]  # a buffer before and after the batch
@@ -118,8 +118,8 @@ class Verifier:
             with self._seen(), self._run.seeder.drawing_apart() as apart:
                 loss, own = self._train(given.copied(), step)
                 drew_apart = apart()
-            ranks = self._update.ranks.values()  # under a stream, they have forgotten losses
-            losses = {k: mean_of(each) for rank in ranks for k, each in rank.losses.get(0, {}).items()}
+            known = [rank.losses.get(0, {}) for rank in self._update.ranks.values()]  # a stream keeps none
+            losses = {k: float(loss) / float(count or 1.0) for each in known for k, (loss, count) in each.items()}
             after = self._own_buffers()
         with self._run.guard.together():
             in_region = self._look_at_regions()
@@ -295,17 +295,12 @@ class Verifier:
                 piped = replace(piped, gradients={}, buffers={})
             self._tolerance = watch.tolerance
             limit = self._options.timeout / 2  # the other ranks wait meanwhile
-            rounding = changed_by_rounding(outcome.gradients, sample, seconds=limit)
-            many = partial(one_of_many, losses=losses, sums=self._sums(parts), again=partial(sample, 0))
-            count = len(microbatches)
+            adders = {len(ranks) for ranks in self._update.schedule.owners}
+            adders |= {1} if self._is_alone and self._update.schedule.is_asynchronous else set()  # as here
+            sums = {name: len(stages) * parts * len(adders) for name, stages in self._ownership.stages.items()}
+            many = partial(one_of_many, losses=losses, sums=sums, again=partial(sample, 0))
+            rounding, count = changed_by_rounding(outcome.gradients, sample, seconds=limit), len(microbatches)
             return self._difference(outcome, piped, watch, rounding=rounding, count=count, closer=many)
-
-    def _sums(self, parts: int) -> dict[str, int]:
-        """By parameter, how many gradients are added up; fourfold if the plain module's order is another one."""
-        count, owners = self._update.schedule.batch_indices, self._update.schedule.owners
-        is_alike = parts == len({len(ranks) for ranks in owners}) == 1
-        held = {name: len(stages) for name, stages in self._ownership.stages.items()}
-        return {name: count * (1 if is_alike and each == 1 else 4 * each) for name, each in held.items()}
 
     def _microbatches(self, batches: Sequence[Given]) -> list[tuple[int, Given]]:
         """All microbatches by number, in order: microbatch j of data replica q is number j D + q."""
