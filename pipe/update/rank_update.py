@@ -91,7 +91,7 @@ class RankUpdate:
         self._rank = rank
         self._batch_indices = schedule.batch_indices
         self._group_size = schedule.group_size
-        self._own: dict[int, dict[int, LossValue]] = {}
+        self.losses: dict[int, dict[int, LossValue]] = {}
         self._summaries: dict[int, dict[int, torch.Tensor]] = {}
         last, size = schedule.num_stages - 1, schedule.group_size
         self._last_owners = schedule.owners[last]
@@ -177,7 +177,7 @@ class RankUpdate:
         """Note the loss of microbatch `index`; the last one of a group that runs here makes their summary."""
         number, k = divmod(index, self._batch_indices)
         group, within = index // self._group_size, k // self._group_size
-        losses = self._own.setdefault(group, {})
+        losses = self.losses.setdefault(group, {})
         losses[k] = loss
         if len(losses) == self._num_own[within]:
             summary = summarize_losses(losses, self.batches[number], group=within)
@@ -188,7 +188,7 @@ class RankUpdate:
         batch = self.batches[number]
         if self.are_mixed:
             self._count_samples()
-        value, count = self._own[index // self._group_size][k]
+        value, count = self.losses[index // self._group_size][k]
         # The count of a whole group of (sum, count) losses is known only at its end: until then, 1 / samples.
         weight = batch.parts[k].weight if count is None else 1.0 / batch.group_items(k // self._group_size)
         return torch.full_like(value, weight * self._loss_factor * self.scale_of(index // self._group_size))
@@ -234,12 +234,12 @@ class RankUpdate:
         own.refuse_other(its, step=batch.step, name=f"rank {self._rank}", its_name=f"rank {rank}")
 
     def forget(self, group: int) -> None:
-        self._own.pop(group, None)
+        self.losses.pop(group, None)
         self._summaries.pop(group, None)
 
     def drop(self) -> None:
         self.batches.clear()
-        self._own.clear()
+        self.losses.clear()
         self._summaries.clear()
         self._begun.clear()
         self._samples = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ _SAMPLES = 8  # of what rounding alone changes
 _CHUNK = 1 << 20  # elements, which bounds what is held in float64
 _SPREAD = 5.0  # of a gradient that is rounding alone, over the second most that it changed: 3.5 was seen
 _LEAST = 1e-4  # smaller values are compared as if this large: rounding alone, as the mean of a LayerNorm
+_FEWEST, _SURE = 64, 4.0  # elements that show a standard error; errors that are no chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,8 @@ def first_difference(
     stage_of: Mapping[str, str],
     suspects: Mapping[str, str],
     rounding: Callable[[str], float] = lambda _: 0.0,
+    count: int = 1,
+    closer: Callable[..., tuple[str, str] | None] = lambda *_: None,
 ) -> str | None:
     """The first difference, from the loss backwards, with its likely cause; None if both agree.
 
@@ -49,8 +53,10 @@ def first_difference(
         stage_of: text for the stage of a parameter or buffer, by name.
         suspects: by module name, what the module does that a cut may lose; "" is the whole model.
         rounding: see `changed_by_rounding`; only asked if a gradient differs.
+        count: number of microbatches; `closer` looks once more if nothing differs, as `one_of_many`.
     """
-    found = first_apart(plain, piped, tolerance, where="in the pipeline", rounding=rounding)
+    found = first_apart(plain, piped, tolerance, where="in the pipeline", rounding=rounding, count=count)
+    found = found or closer(plain, piped, tolerance, rounding, count)
     if found is None:
         return None
     name, what = found
@@ -78,6 +84,7 @@ def first_apart(
     *,
     where: str,
     rounding: Callable[[str], float] = lambda _: 0.0,
+    count: int = 1,
 ) -> tuple[str, str] | None:
     """(name of a parameter or buffer, or "", text with {name}) of the first difference; of names that both have."""
     types = [g.dtype for g in plain.gradients.values() if g is not None]
@@ -100,13 +107,72 @@ def first_apart(
         if expected is None or given is None:
             continue
         noise = Noise(partial(rounding, name), max(tolerance, _tolerance(expected.dtype)) * max(sizes))
-        if what := differs(expected, given, tolerance=tolerance, floor=floor, noise=noise):
+        summed = torch.finfo(expected.dtype).eps * math.sqrt(count)  # what sums in another order may be off by
+        if what := differs(expected, given, tolerance=max(tolerance, summed), floor=floor, noise=noise):
             return name, f"the gradient of {{name}} {what}"
     for name, ours in piped.buffers.items():
         what = differs(plain.buffers[name], ours, tolerance=tolerance) if name in plain.buffers else None
         if what:
             return name, f"after the batch, buffer {{name}} {what}"
     return None
+
+
+def one_of_many(
+    plain: Outcome,
+    piped: Outcome,
+    tolerance: float,
+    rounding: Callable[[str], float],
+    count: int,
+    *,
+    losses: Mapping[int, tuple[float, float]],
+    sums: Mapping[str, int],
+    again: Callable[[Callable[[Mapping[str, torch.Tensor]], None]], object],
+) -> tuple[str, str] | None:
+    """(name, text) of the first difference as large as one of `count` microbatches, which may be less than rounding.
+
+    `losses`: of both by microbatch, if known; `sums`: by parameter, that a microbatch takes part in, 1 if they are in
+    the plain module's order. `again` runs it once more for the gradients of each microbatch, if one differs enough.
+    """
+    off = {k: abs(theirs - ours) for k, (theirs, ours) in losses.items()}
+    usual = max([_LEAST, *(abs(theirs) for theirs, _ in losses.values())])
+    allowed = tolerance / 4 * usual + 8 * statistics.median_low([*off.values(), math.inf])  # rounding is in all
+    for k, (theirs, ours) in losses.items():
+        if off[k] > allowed:
+            return "", f"the loss of microbatch {k} is {ours:.6g}, and {theirs:.6g} in the plain module"
+    if off and abs(piped.loss - plain.loss) > 1e-6 * usual + statistics.fmean(off.values()):
+        return "", f"the loss is {piped.loss:.6g}, and {plain.loss:.6g} in the plain module, unlike the microbatches'"
+    largest = max((size(x) for x in plain.gradients.values() if x is not None), default=0.0)
+    doubtful = {
+        name: (one, other)
+        for name, one in plain.gradients.items()
+        if one is not None and (other := piped.gradients.get(name)) is not None
+        if one.numel() >= _FEWEST and not (one.is_sparse or one.is_complex())
+        if count * sums[name] ** 3 * torch.finfo(one.dtype).eps < 4  # rounding loses one of more
+        if 4 * count * size((other := other.to(one.device)) - one) > max(size(one), _BELOW_THE_LARGEST * largest)
+    }
+    shares = {name: count * _share(pair[0], *pair, count) for name, pair in doubtful.items()}
+
+    def note(gradients: Mapping[str, torch.Tensor]) -> None:
+        for name in doubtful.keys() & gradients.keys():
+            shares[name] = max(shares[name], _share(gradients[name], *doubtful[name], count), key=abs)
+
+    if doubtful:
+        again(note)
+    for name, pair in reversed(doubtful.items()):
+        if abs(shares[name]) > 0.5 and not Noise(partial(rounding, name), tolerance * largest).explains(*pair):
+            return name, f"the gradient of {{name}} differs by about that of one of {count} microbatches"
+    return None
+
+
+def _share(along: torch.Tensor, theirs: torch.Tensor, ours: torch.Tensor, count: int) -> float:
+    """Share of a gradient (of 1 / (4 count) at least) in a difference, less its error. Rounding has no direction: of n
+    elements about 1 / sqrt(n) of it is along a gradient, and their scatter is the error."""
+    g, one = along.detach().double(), theirs.double()
+    both = (ours - one) * g
+    squares = max(float(g.square().sum()), float(one.square().sum()) / (4 * count) ** 2) or 1.0
+    share = float(both.sum()) / squares
+    error = float((both - share * g.square()).norm()) / squares
+    return math.copysign(max(abs(share) - _SURE * error, 0.0), share)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ class PlainModule:
         with no_collection():  # nearly all objects that it makes are kept
             self._make(Copies(*roots, memo={id(x): x for x in others}), model, loss_fn)
         self._given, self._loss_fn = given, loss_fn
+        self.losses: dict[int, float] = {}  # means of the last run, by microbatch
+        self._divisors: dict[int, float] = {}  # of its gradients, by update group
         self._give_memory()
         self.unload()
 
@@ -148,51 +150,54 @@ class PlainModule:
 
     def run(
         self,
-        microbatches: Sequence[tuple[int, Given]],
+        groups: Sequence[Sequence[tuple[int, Given]]],
         loss_of: Callable[[object, object], LossValue],
         seeder: Seeder,
         *,
         entering: Entering,
         step: int,
-        group_size: int,
         loss_scale: float,
-        turned_by: int = 0,
+        adders: int,
+        each: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
     ) -> Outcome:
-        """Trains on all microbatches (k, batch), under the seeds and the loss scale of the pipeline. In each group, so
-        many of the first microbatches come last."""
+        """Trains on all microbatches (k, batch), by update group, under the seeds and the loss scale of the pipeline.
+        Gradients are added up as by `adders` in turn. `each` gets those of single microbatches instead, as parts of the
+        last run's."""
         total = weight = 0.0
         gradients: dict[str, torch.Tensor | None] = dict.fromkeys(name for name, _ in self.root.named_parameters())
         kept = [(parameter, parameter.grad) for parameter in self._original.parameters()]
         for parameter, _ in kept:
             parameter.grad = None
-        for begin in range(0, len(microbatches), group_size):
-            group = microbatches[begin : begin + group_size]
-            group = [group[(at + turned_by) % len(group)] for at in range(len(group))]
+        roots = self.root, self._original  # a loss may compute with the user's own parameters
+        for number, group in enumerate(groups):
             samples = sum(microbatch.num_samples for _, microbatch in group)
-            counts, mean = 0.0, 0.0
-            for k, microbatch in group:
-                seeder.begin(step=step, microbatch=k)
-                try:
-                    with torch.enable_grad():
-                        with entering(self._model, seeder.enter):
-                            output = self(microbatch.arguments)
-                        seeder.enter_loss()
-                        loss, count = loss_of(output, microbatch.target)
-                        scaled = loss if count is not None else loss * (microbatch.num_samples / samples)
-                        if scaled.requires_grad:
-                            with Autocast.now(seeder.device.type).off():
-                                torch.autograd.backward(scaled * loss_scale)
-                finally:
-                    seeder.end()
-                counts += 1.0 if count is None else float(count)
-                mean += float(scaled.detach())
-            divisor = 1.0 if count is None else counts
-            _add_up(gradients, self.root, divisor * loss_scale)
-            # A loss may compute with the user's own parameters.
-            _add_up(gradients, self._original, divisor * loss_scale)
-            share_of_batch = float(samples) if count is None else counts
-            total += mean / divisor * share_of_batch
-            weight += share_of_batch
+            counts, sums = 0.0, dict[str, torch.Tensor]()
+            for adder in range(adders):
+                for k, microbatch in [one for one in group if one[0] % adders == adder]:
+                    seeder.begin(step=step, microbatch=k)
+                    try:
+                        with torch.enable_grad():
+                            with entering(self._model, seeder.enter):
+                                output = self(microbatch.arguments)
+                            seeder.enter_loss()
+                            loss, count = loss_of(output, microbatch.target)
+                            items = microbatch.num_samples if count is None else float(count)
+                            scaled = loss * ((items if count is None else 1.0) / samples)
+                            if scaled.requires_grad:
+                                with Autocast.now(seeder.device.type).off():
+                                    torch.autograd.backward(scaled * loss_scale)
+                    finally:
+                        seeder.end()
+                    self.losses[k] = float(loss.detach()) / float(count or 1.0)
+                    total += self.losses[k] * items
+                    counts += items
+                    if each is not None:
+                        each(_taken({}, roots, self._divisors[number] * loss_scale))
+                _taken(sums, roots, loss_scale)
+            divisor = self._divisors[number] = 1.0 if count is None else counts / samples
+            weight += counts
+            for name in [*sums]:
+                gradients[name] = added(gradients[name], sums.pop(name) / divisor)
         for parameter, gradient in kept:
             parameter.grad = gradient
         buffers = dict(self.root.named_buffers())
@@ -222,12 +227,12 @@ def _copies_itself(kind: type) -> bool:
     return any(getattr(kind, way, None) is not getattr(nn.Module, way, None) for way in ways)
 
 
-def _add_up(gradients: dict[str, torch.Tensor | None], root: nn.Module, divisor: float) -> None:
-    for name, parameter in root.named_parameters():
-        if parameter.grad is None:
-            continue
-        gradients[name] = added(gradients[name], parameter.grad / divisor)
-        parameter.grad = None
+def _taken(sums: dict[str, torch.Tensor], roots: Sequence[nn.Module], divisor: float) -> dict[str, torch.Tensor]:
+    for name, parameter in (one for root in roots for one in root.named_parameters()):
+        if parameter.grad is not None:
+            sums[name] = added(sums.get(name), parameter.grad / divisor)
+            parameter.grad = None
+    return sums
 
 
 class Watch:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 from torch.nn.modules.dropout import _DropoutNd
@@ -28,7 +30,7 @@ from ..run.evaluation import Evaluation
 from ..settings.given import Given
 from ..telling import tell
 from ..update.gradients import added, clip_factor
-from .compare import Outcome, changed_by_rounding, first_difference
+from .compare import Outcome, changed_by_rounding, first_difference, one_of_many
 from .parts import Regions, UnitsBeside
 from .plain import NotVerifiableError, PlainModule, Watch
 
@@ -116,10 +118,12 @@ class Verifier:
             with self._seen(), self._run.seeder.drawing_apart() as apart:
                 loss, own = self._train(given.copied(), step)
                 drew_apart = apart()
+            known = [rank.losses.get(0, {}) for rank in self._update.ranks.values()]  # a stream keeps none
+            losses = {k: float(loss) / float(count or 1.0) for each in known for k, (loss, count) in each.items()}
             after = self._own_buffers()
         with self._run.guard.together():
             in_region = self._look_at_regions()
-            drew_apart = any(self._collectives.gather(drew_apart, what="comparing a batch with the plain model"))
+            told = self._collectives.gather((drew_apart, losses), what="comparing a batch with the plain model")
             moved = self._gather_moved(before, after)
             gradients = self._gather(own)
             batches = self._gather_batches(given)
@@ -127,7 +131,7 @@ class Verifier:
             if self._plain is not None:
                 piped = Outcome(loss=loss, gradients=gradients, buffers={}, outputs=outputs)
                 verdict = self._judge_it(
-                    self._plain, weights, moved=moved, batches=batches, piped=piped, step=step, drew_apart=drew_apart
+                    self._plain, weights, moved=moved, batches=batches, piped=piped, step=step, told=told
                 )
             said = self._collectives.gather((in_region, verdict), what="sharing what verify found")
         verdict = next((one for column in zip(*said, strict=True) for one in column if one is not None), None)
@@ -203,9 +207,7 @@ class Verifier:
             yield Watch(plain.root, kept), buffers
         plain.unload()
 
-    def _difference(
-        self, plain: Outcome, piped: Outcome, watch: Watch, rounding: Callable[[str], float] = float
-    ) -> str | None:
+    def _difference(self, plain: Outcome, piped: Outcome, watch: Watch, **more: Any) -> str | None:
         names = self._parts.names
         return first_difference(
             plain,
@@ -215,7 +217,7 @@ class Verifier:
                 name: f"stage {stages[0]}: {names[stages[0]]}" for name, stages in self._ownership.stages.items()
             },
             suspects=watch.suspects(),
-            rounding=rounding,
+            **more,
         )
 
     def _refuse_dropout_of_parts(self) -> None:
@@ -249,10 +251,10 @@ class Verifier:
         batches: Sequence[Given],
         piped: Outcome,
         step: int,
-        drew_apart: bool,
+        told: Sequence[tuple[bool, Mapping[int, float]]],  # of each process: whether it drew apart, and losses
     ) -> str | None:
         microbatches = self._microbatches(batches)
-        last, mine = self._update.schedule.owners[-1], set(self._run.layout.place.local_ranks)
+        place, last = self._run.layout.place, self._update.schedule.owners[-1]
         parts = self._update.schedule.num_slices * self._run.layout.place.context[1]
         group_size = self._update.schedule.group_size // parts
         with self._loaded(plain, weights, moved) as (watch, buffers):
@@ -261,39 +263,44 @@ class Verifier:
             share = share_of_sum(loss_fn, group_size)
             entering, outputs = watch.entering(self._parts.entering), None
             if piped.outputs is not None:
-                evaluated = [(k, one) for k, one in microbatches if last[k % len(last)] in mine]  # its own
+                evaluated = [(k, one) for k, one in microbatches if last[k % len(last)] in place.local_ranks]  # its own
                 outputs = plain.evaluate(evaluated, self._run.seeder, entering=entering, step=step)
                 watch.kept.begin_again()
+            groups = [microbatches[begin : begin + group_size] for begin in range(0, len(microbatches), group_size)]
             run = partial(
                 plain.run,
-                microbatches,
-                watch.loss_of(lambda output, target: read_loss(loss_fn(output, target), share)),
-                self._run.seeder,
+                loss_of=watch.loss_of(lambda output, target: read_loss(loss_fn(output, target), share)),
+                seeder=self._run.seeder,
                 entering=entering,
                 step=step,
-                group_size=group_size,
                 loss_scale=self._loss_scale(),
+                adders=1 if self._is_alone else len(last),
             )
-            outcome = replace(run(), outputs=outputs)
+            outcome = replace(run(groups), outputs=outputs)
+            losses = {k: (plain.losses[k], x) for _, own in told if parts == 1 for k, x in own.items()}
 
-            def sample(number: int) -> Mapping[str, torch.Tensor | None]:
+            def sample(number: int, each: Callable[..., None] | None = None) -> Mapping[str, torch.Tensor | None]:
                 own = plain.set_buffers({})
                 plain.load(weights, self._options.device, rounding=watch.rounding * bool(number), number=number)
                 plain.set_buffers(buffers)
-                again = run(turned_by=number)
+                at = number % group_size  # so many of the first microbatches come last
+                again = run([[*group[at:], *group[:at]] for group in groups], each=each)
                 plain.set_buffers(own)
                 return again.gradients
 
             moved_on = buffers | {name: after for name, (_, after) in moved.items()}
             piped = replace(piped, buffers={name: x for name, x in moved_on.items() if self._is_compared(name)})
-            if drew_apart:  # masks of divided activations differ: regions were compared without
-                outcome = replace(outcome, loss=piped.loss, gradients={}, buffers={})
+            if any(drew for drew, _ in told):  # masks of divided activations differ: regions were compared without
+                outcome, losses = replace(outcome, loss=piped.loss, gradients={}, buffers={}), {}
                 piped = replace(piped, gradients={}, buffers={})
             self._tolerance = watch.tolerance
             limit = self._options.timeout / 2  # the other ranks wait meanwhile
-            return self._difference(
-                outcome, piped, watch, changed_by_rounding(outcome.gradients, sample, seconds=limit)
-            )
+            adders = {len(ranks) for ranks in self._update.schedule.owners}
+            adders |= {1} if self._is_alone and self._update.schedule.is_asynchronous else set()  # as here
+            sums = {name: len(stages) * parts * len(adders) for name, stages in self._ownership.stages.items()}
+            many = partial(one_of_many, losses=losses, sums=sums, again=partial(sample, 0))
+            rounding, count = changed_by_rounding(outcome.gradients, sample, seconds=limit), len(microbatches)
+            return self._difference(outcome, piped, watch, rounding=rounding, count=count, closer=many)
 
     def _microbatches(self, batches: Sequence[Given]) -> list[tuple[int, Given]]:
         """All microbatches by number, in order: microbatch j of data replica q is number j D + q."""
@@ -360,19 +367,14 @@ class Verifier:
     def _gather_moved(self, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, _Moved]:
         """Buffers of all processes that the batch changed; others, such as large masks, are not sent."""
         own = {name: (x.cpu(), after[name].cpu()) for name, x in before.items() if not torch.equal(x, after[name])}
-        found: dict[str, _Moved] = {}
-        for moved in self._collectives.gather(own, what="gathering buffers for verify"):
-            found.update(moved)
-        return found
+        everyone = self._collectives.gather(own, what="gathering buffers for verify")
+        return {name: pair for moved in everyone for name, pair in moved.items()}
 
     def _gather(self, own: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         """Gradients of all parameters in the judge's process; empty tensors elsewhere."""
         self._ownership.follow_kinds(self._collectives)
-        present: set[str] = set()
-        for names in self._collectives.gather(
-            [name for name, gradient in own.items() if gradient is not None], what="gathering gradients for verify"
-        ):
-            present.update(names)
+        names = [name for name, gradient in own.items() if gradient is not None]
+        present = {*chain(*self._collectives.gather(names, what="gathering gradients for verify"))}
         gathered: dict[str, torch.Tensor | None] = {}
         for name, parameter in self._ownership.parameters():
             gathered[name] = None
