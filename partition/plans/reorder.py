@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ...schedules.checks import check
 from ...schedules.families.registry import canonical_name
 from ...schedules.ir import Op, Schedule
+from ...schedules.liveness import peak_held
 from ...schedules.search.synthesize import synthesize
 from ...schedules.timing.costs import Costs, by_stage, columns
 from ...schedules.wording import duration
@@ -25,7 +25,7 @@ _LEAST_PART = 0.05  # of a backward, that either half takes at least
 def reorder(plan: P, profile: Profile | None = None, *, seconds: float, evaluations: int | None = None) -> P:
     """The plan with a synthesised order where that is faster; else as it is, with a note of how far from optimal.
 
-    No rank holds more activations at once than under the plan's own schedule.
+    No rank holds more bytes of activations at once than under the plan's own schedule.
 
     Arguments:
         plan: of a named flush schedule, over equal replicas, without offloading, slices, pairs, and stages whose
@@ -47,11 +47,13 @@ def reorder(plan: P, profile: Profile | None = None, *, seconds: float, evaluati
     split = replace(plan, costs=_split(plan, profile))
     before = simulated(split).timeline.batch_seconds
     own = one_pipeline(split, num_microbatches=M)
+    held = _held(plan, own)
     found = synthesize(
         placement=own.placement,
         num_microbatches=own.num_microbatches,
         costs=costs_of_orders(split),
-        memory_limit=[float(peak) for peak in check(own).peak_activations],
+        memory_limit=[peak_held(program, [[each] * M for each in held]) for program in own.programs],
+        activations=held,
         links=split.links,
         start=own if _is_plain(own) else None,
         seconds=seconds,
@@ -119,6 +121,13 @@ def costs_of_orders(plan: PlanRecord, **seconds: Any) -> Costs:
         message_overhead=plan.costs.message_overhead,
         norm=plan.costs.norm,
     )
+
+
+def _held(plan: PlanRecord, schedule: Schedule) -> list[float]:
+    """[S] what stages keep of a microbatch, as a part of the most that one on their rank keeps; 1 where not known."""
+    kept = [0.0 if stage.held is None else stage.held.activations for stage in plan.stages]
+    most = [max(kept[s] for s in own) for own in schedule.placement]
+    return [kept[s] / most[p] if most[p] > 0 else 1.0 for s, (p, *_) in enumerate(schedule.owners)]
 
 
 def _updates(plan: PlanRecord) -> list[float]:

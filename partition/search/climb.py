@@ -5,11 +5,13 @@
                                                            the best on that way that fits is moved in turn
 
 A schedule by name knows neither that chunks are unequal nor what their cuts leave to it: where it splits the backward,
-the same F and I with W and idle time used anew take some percent less (`PlanEvaluator.ordered`).
+the same F and I with W and idle time used anew take some percent less (`PlanEvaluator.ordered`). Whole backwards on
+several chunks are ordered last of all, so that which cuts are tried is as if there were no such orders.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -29,6 +31,7 @@ _CHOSEN_ACTIONS = 6_000  # of all simulations of one way to cut, with other trea
 _ORDERED_ACTIONS = 10_000  # of a batch, up to which orders are made for its costs
 _TIGHTENED = 4  # times that an order is made for less memory, as long as workspace makes it exceed the limit
 _FITTED = 6  # ways to treat the ranks, each in an order that fits, of one way to cut
+_GAINED = 1.15  # of the best, from where an order with whole backwards may become it
 _NEAR = 1.05  # of the best, beyond which nothing is tried past the limit, nor for long batches
 
 Better = Callable[[Candidate], Iterable[Candidate]]  # those of its neighbours that take less
@@ -50,6 +53,18 @@ class CutClimb:
         if e.bound >= self.best_seconds or self.is_late() or not may_order(e.configuration):
             return e
         return min([e, *self._ordered(e, e.simulated_seconds * (1 - TIE), is_free=is_free)], key=_seconds)
+
+    def whole(self, found: Iterable[Candidate]) -> Iterator[Candidate]:
+        """Those of several chunks with whole backwards in orders for their costs, each if it is the best so far."""
+        for e in found:
+            c, limit = e.configuration, self.best_seconds * (1 - TIE)
+            is_whole = may_order(c, is_split=False) and c.num_chunks > 1 and not c.family.rule.is_asynchronous
+            is_near = e.bound < limit and e.simulated_seconds < _GAINED * self.best_seconds
+            if is_whole and is_near and not self.is_late():
+                for own in self._ordered(e, limit, is_free=False):
+                    if own.simulated_seconds < limit:
+                        self.best_seconds = own.simulated_seconds
+                        yield own
 
     def fitted(self, c: Configuration, ends: Ends) -> list[Candidate]:
         """The best in an order that holds less than its schedule does, where that is needed, if it may be the best."""
@@ -166,6 +181,8 @@ class CutClimb:
     def _ordered(self, e: Candidate, limit: float, *, is_free: bool) -> Iterator[Candidate]:
         """The same with its ranks treated alike, in an order made for its costs, where that may be below the limit."""
         too_many = [0.0 if is_free else memory.too_many for memory in e.memories]
+        if not e.configuration.family.splits_backward:  # it may use what is left, without a limit what the fullest has
+            too_many = [own.total - (own.limit if own.limit < math.inf else e.memory_bytes) for own in e.memories]
         for _ in range(_TIGHTENED):
             if (own := self.evaluator.ordered(e, limit, too_many)) is None:
                 return
@@ -189,10 +206,11 @@ def hill_climb(best: Candidate, better: Better) -> Candidate:
     return best
 
 
-def may_order(c: Configuration) -> bool:
-    """Whether its schedule is one of the named ones with W to move, of a batch that is not too long."""
+def may_order(c: Configuration, *, is_split: bool = True) -> bool:
+    """Whether its schedule is one of the named ones with W to move, or without, of a batch that is not too long."""
     is_plain = c.is_equal and not c.batch % c.counts[0] and not (c.lengths or c.overlaps or c.schedule == OWN)
-    return c.family.splits_backward and is_plain and 2 * c.num_stages * microbatches_of(c) <= _ORDERED_ACTIONS
+    is_short = is_plain and 2 * c.num_stages * microbatches_of(c) <= _ORDERED_ACTIONS
+    return is_short and c.family.splits_backward == is_split
 
 
 def _is_less(one: Candidate, other: Candidate) -> bool:

@@ -258,7 +258,7 @@ class PlanEvaluator:
 
     def ordered(self, e: Candidate, limit: float, too_many: Sequence[float]) -> Configuration | None:
         """Its configuration with the order of actions that is best for its costs; None if none takes less than the
-        limit [s], queueing apart. `too_many`: [P] bytes that each rank has to save."""
+        limit [s], queueing apart. `too_many`: [P] bytes that each rank has to save; below 0, that are left."""
         c = e.configuration
         named = self.schedules.schedule(replace(c, own=None), microbatches_of(c))
         rows = zip(c.positions, c.chunks, (*c.positions[1:], c.positions[-1]), strict=True)

@@ -95,8 +95,8 @@ def plan(
         schedules: to choose from, names or aliases, or one of these; those without a flush ("2bw", "paci", "pipedream")
             change the training. Stages may be on the ranks in turn, or back and forth as under "zb-v", not on two
             ranks each ("chimera"). Those that split the backward are simulated with halves of the profile's, so they
-            are not among the default ones, and run in orders made for the costs of their cuts; "eager-1f1b" holds more
-            than "1f1b" and gains over slow links alone.
+            are not among the default ones; they, and those of several stages a rank, run in orders made for the costs
+            of their cuts; "eager-1f1b" holds more than "1f1b" and gains over slow links alone.
             "terapipe" and "seq1f1b" cut sequences into slices (`Model.slicings` says which are tried), on one tensor
             rank, with nothing recomputed; they need a causal model, and a profile that says what a slice costs.
         microbatch_sizes, pipeline_sizes, data_sizes, tensor_sizes: to choose from; None: all that fit together.
@@ -276,7 +276,7 @@ def _found(
     found = search.run(filter(runs, in_all_orders(space, cluster)), unequal) or search.run(
         filter(runs, in_all_orders(every, cluster)), []
     )
-    found = search.improve_with_layouts(found, layouts, is_new)
+    found = search.with_orders(search.improve_with_layouts(found, layouts, is_new))
     if joint is not None:
         found = with_joint(search, space, found, seconds=joint)
     if not found:

@@ -138,7 +138,7 @@ class PlanSearch:
         known, left = set[int](), _PROGRAMS if is_large else 0
         while every and every[0][0] < most:
             least, size, number, c = every[0]
-            if number in known or -size > left or self.deadline is not None:
+            if number in known or -size > left or self.deadline is not None or c.num_chunks > 1:  # in a free order
                 return least
             known.add(number)
             left += size
@@ -184,6 +184,11 @@ class PlanSearch:
         self._least_left = min([self._least_left, left, *(order.least_left for order in orders)])
         self._counts["considered"] += len(looked) - known
         return sorted(found, key=lambda each: float(f"{each.simulated_seconds:.8e}"))
+
+    def with_orders(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """With those of several chunks and whole backwards in orders for their costs, the best first."""
+        climb = CutClimb(self.evaluator, _seconds_of_best(found), partial(self._is_late, found))
+        return sorted([*found, *climb.whole(found)], key=lambda e: float(f"{e.simulated_seconds:.8e}"))
 
     def _is_late(self, found: Sequence[Candidate]) -> bool:
         return bool(found) and self.deadline is not None and time.monotonic() > self.deadline

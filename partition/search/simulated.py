@@ -24,13 +24,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
+from operator import itemgetter
+from random import Random
 
 import numpy as np
 
 from ...schedules.families.automatic import lists, reordered
 from ...schedules.families.registry import build
 from ...schedules.ir import Action, Op, Schedule
-from ...schedules.orders.evaluate import OrderEvaluator
+from ...schedules.orders.evaluate import OrderEvaluator, Orders, SlideSearch
+from ...schedules.orders.listing import Lister, Policy, advance
 from ...schedules.orders.problem import fits, with_rounding
 from ...schedules.program import run_as_one
 from ...schedules.search.request import Request
@@ -48,6 +51,7 @@ MAX_ACTIONS = 1_000_000  # of one simulation
 _KEPT_SCHEDULES = 8
 _ROUNDS = (6, 12, 24, 48, 96)  # of P microbatches, in the short batches that are tried
 _EQUAL = 1e-12  # relative: rounding
+_SLIDES, _IDLE, _HOT = 600, 200, 0.1  # of whole backwards: the most, those in a row without gain, first heat
 
 
 class SizesError(ValueError):
@@ -195,12 +199,12 @@ def order_for(
 ) -> tuple[float, Schedule] | None:
     """The order that takes least for costs, and its seconds, queueing apart [s]: of the starts, and of their F and I
     with W anew and forwards in idle time (`reordered`), also with B in place of I and W; list schedules where all of
-    these hold too much. No rank holds more than under the first start, less what was too many; None if one microbatch
-    does, or no W takes time.
+    these hold too much. Of a start with whole backwards: see `_of_whole_backwards`. No rank holds more than under the
+    first start, less what was too many; None if one microbatch does, or no W takes time.
 
     Arguments:
         held: [S] bytes of a microbatch from F to W.
-        too_many: [P] bytes.
+        too_many: [P] bytes; below 0, those that are left.
     """
     first = starts[0]
     request = Request(
@@ -217,9 +221,12 @@ def order_for(
     given = [*map(evaluator.orders, starts)]
     limits = [peak - more for peak, more in zip(evaluator.peaks(given[0]), too_many, strict=True)]
     evaluator.limits = tuple(map(with_rounding, limits))
+    has_room = all(map(fits, evaluator.problem.smallest_memory, limits))
+    if not first.split_stages:
+        return _of_whole_backwards(evaluator, given[0], first.name) if has_room else None
     made = (reordered(evaluator, map(_forwards_and_input_grads, each.programs)) for each in starts)
     split = [*filter(evaluator.fits, given), *chain.from_iterable(made)]
-    if not split and all(map(fits, evaluator.problem.smallest_memory, limits)):
+    if has_room and not split:
         lister = OrderEvaluator(replace(evaluator.problem, memory_limit=tuple(limits)))
         S, M = first.num_stages, first.num_microbatches
         split = [each for ahead in ([M] * S, range(S, 0, -1)) for each in lists(lister, ahead)]
@@ -230,6 +237,27 @@ def order_for(
         return None
     same = next((each for each, own in zip(starts, given, strict=True) if own is every[at]), None)
     return value, same or evaluator.schedule(every[at], name=first.name)
+
+
+def _of_whole_backwards(evaluator: OrderEvaluator, start: Orders, name: str) -> tuple[float, Schedule]:
+    """The best order of F and B that is found within the limits, and its seconds [s]: the start, the same with forwards
+    in idle time, or list schedules with forwards first; then actions of the best of these slide."""
+    problem, whole = evaluator.problem, evaluator.problem.seconds[Op.B]
+    S, M, P = problem.num_stages, problem.num_microbatches, problem.num_ranks
+    short = tuple(tuple(_EQUAL * seconds for seconds in row) for row in whole)  # a B is an I, and next to nothing
+    seconds, kept = {**problem.seconds, Op.I: whole, Op.W: short}, ((0.0,) * M,) * S
+    lister = Lister(OrderEvaluator(replace(problem, seconds=seconds, kept=kept, memory_limit=evaluator.limits)))
+    every = [start, advance(evaluator, start)]
+    for ahead in (M,) * S, tuple(range(S, 0, -1)):
+        listed = lister.build(Policy(ahead=ahead, backlog=(0,) * P, fill=(0.0,) * P, forward_first=True))
+        every.append([[c + 2 * S * M * (c >= S * M) for c in order if c < 2 * S * M] for order in listed])
+    value, best = min(((evaluator.value(each), each) for each in every if evaluator.fits(each)), key=itemgetter(0))
+    idle = 0
+    for found in SlideSearch(evaluator).anneal(best, Random(0), steps=_SLIDES, hot=_HOT, cold=_HOT / 30):
+        idle, value, best = (idle + 1, value, best) if found is None else (0, *found)
+        if idle > _IDLE:
+            break
+    return value, evaluator.schedule(best, name=name)
 
 
 def _forwards_and_input_grads(program: Sequence[Action]) -> list[Action]:

@@ -75,6 +75,22 @@ def test_a_better_order_in_no_more_memory(schedule: str, pipeline: int, data: in
     assert "order: found by a search" in " ".join(after.explain().split())
 
 
+def test_a_better_order_of_unequal_chunks_holds_no_more_bytes() -> None:
+    """As many activations, more of them of the larger stage, would."""
+    sizes = [(1e6, 1.0)] * 8 + [(9e6, 5.0)]
+    nodes = [
+        replace(profile().nodes[0], name=f"n{i}", stash_bytes=b, forward_seconds=s) for i, (b, s) in enumerate(sizes)
+    ]
+    ends = Profile(nodes=nodes, microbatch_size=1)
+    options: dict[str, Any] = {"pipeline_sizes": (4,), "chunk_sizes": (2,), "data_sizes": (1,), "global_batch": 16}
+    before = plan(ends, CLUSTER, schedules="interleaved", **options)
+    after = reorder(before, ends, seconds=400, evaluations=100)
+    assert after.simulated_step_time < before.simulated_step_time
+    held = [[stage.held.activations] * 16 for stage in before.stages if stage.held is not None]
+    for own, old in zip(after.build_schedule().programs, before.build_schedule().programs, strict=True):
+        assert peak_held(own, held) <= peak_held(old, held) * (1 + 1e-9)
+
+
 @pytest.mark.thorough
 def test_halves_are_those_of_the_profile() -> None:
     before = planned("1f1b", pipeline=4, data=1)

@@ -9,6 +9,7 @@ from support.inside import (
     LeastSeconds,
     MemoryRules,
     Model,
+    PlanSearch,
     RangeCosts,
     Synthesis,
     Topology,
@@ -46,8 +47,13 @@ def planned(source: Profile, links: Cluster, **options: Any) -> Plan:
 
 @pytest.mark.thorough(but=["0.0-0.0-4"])
 @pytest.mark.parametrize(("action", "message", "chunks"), [(0.0, 0.0, 4), (0.25, 0.0, 2), (0.0, 0.5, 1), (2.0, 0.0, 1)])
-def test_chunks_cost_actions_and_messages(action: float, message: float, chunks: int) -> None:
-    """More chunks fill the pipeline sooner, and have more actions and messages: the planner takes what is fastest."""
+def test_chunks_cost_actions_and_messages(
+    action: float, message: float, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More chunks fill the pipeline sooner, and have more actions and messages: the planner takes what is fastest, of
+    orders as named; of others two chunks are."""
+    free = planned(profile(action), cluster(message_seconds=message)).simulated_step_time or 0.0
+    monkeypatch.setattr(PlanSearch, "with_orders", lambda _, found: found)
 
     def with_chunks(number: int) -> Plan:
         name = "1f1b" if number == 1 else "interleaved"
@@ -58,7 +64,7 @@ def test_chunks_cost_actions_and_messages(action: float, message: float, chunks:
     each = {number: with_chunks(number).simulated_step_time or 0.0 for number in (1, 2, 4)}
     found = planned(profile(action), cluster(message_seconds=message))
     assert min(each, key=lambda number: each[number]) == found.num_chunks == chunks
-    assert found.simulated_step_time == each[chunks]
+    assert free <= found.simulated_step_time == each[chunks]
 
 
 @pytest.mark.parametrize(("message", "a_second"), [(0.25, None), (0.0, 20.0), (0.15, 50.0)])

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -24,7 +25,7 @@ from torch import distributed as dist
 from stagewright.comm import World
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, plan
 from stagewright.pipe import Auto, Mesh, PipelineModule
-from stagewright.schedules import FAMILIES, check, check_lowered, lower
+from stagewright.schedules import FAMILIES, build, check, check_lowered, lower
 
 PLANNED = [name for name, each in FAMILIES.items() if each.is_planned]
 
@@ -193,6 +194,10 @@ WIDTH, DEPTH = 6, 9
 X, Y = numbers(0, WIDTH)
 BYTES = 8 * WIDTH * (WIDTH + 1)
 SECONDS = (2.0, 1.0, 3.0, 1.0, 1.0, 2.5, 1.0, 0.5, 4.0)
+NODES = [
+    Node(name=str(i), forward_seconds=s, backward_seconds=2 * s, parameter_bytes=BYTES) for i, s in enumerate(SECONDS)
+]
+PROFILE = Profile(nodes=NODES, microbatch_size=2)
 
 
 def make_model() -> nn.Module:
@@ -202,13 +207,19 @@ def make_model() -> nn.Module:
 
 def joint_plan() -> Plan:
     """With unequal numbers of stages on its three ranks, for layers that take as long as SECONDS says."""
-    nodes = [
-        Node(name=str(i), forward_seconds=s, backward_seconds=2 * s, parameter_bytes=BYTES)
-        for i, s in enumerate(SECONDS)
-    ]
-    profile, cluster = Profile(nodes=nodes, microbatch_size=2), Cluster.parse("3:net=1GB/s")
-    found = plan(profile, cluster, global_batch=8, data_sizes=(1,), search="joint", seconds=0.5)
+    found = plan(PROFILE, Cluster.parse("3:net=1GB/s"), global_batch=8, data_sizes=(1,), search="joint", seconds=0.5)
     assert found.schedule == "auto"
+    return found
+
+
+def chunked_plan(data: int) -> Plan:
+    """With two stages on each of two ranks a replica, in an order for what they take."""
+    sizes: dict[str, Any] = {"pipeline_sizes": (2,), "data_sizes": (data,), "chunk_sizes": (2,)}
+    cluster, profile = Cluster.parse(f"{2 * data}:net=1GB/s@0.5s"), replace(PROFILE, microbatch_size=2 // data)
+    found = plan(profile, cluster, global_batch=8, schedules="interleaved", runnable=True, **sizes)
+    assert (found.schedule, len(found.order)) == ("interleaved", 2)
+    named = build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=2)
+    assert [" ".join(map(str, program)) for program in named.programs] != [*found.order]
     return found
 
 
@@ -225,6 +236,14 @@ def test_a_found_plan_in_one_process() -> None:
     state, ran = trained(found)
     near(state, train_alone(make_model(), [(X, Y)] * 2, sgd).state)
     assert ran == found
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_chunks_run_in_the_order_of_their_plan(gloo: Pool, data: int) -> None:
+    found, wanted = chunked_plan(data), train_alone(make_model(), [(X, Y)] * 2, sgd).state
+    for state, ran in gloo.run(trained, ranks=2 * data, args=(found,)):
+        near(state, wanted)
+        assert ran == found
 
 
 @pytest.mark.thorough
