@@ -36,7 +36,7 @@ from .simulated import SizesError, microbatches_of
 from .space import Configuration
 
 _MOST_UNKNOWNS = 9_000  # of a program of the whole schedule
-_MOST_ACTIONS = 20_000  # of schedules that are looked at
+_MOST_ACTIONS = 60_000  # of schedules that are looked at
 _LATER = 0.2  # weight of what a rank divides in the choice of a branch
 _INFEASIBLE = 2  # of scipy
 _WHOLE = 1e-4  # of a node: likewise, of their numbers

@@ -41,9 +41,9 @@ _NEAREST_PER_FARTHEST = 12  # steps of the entry with the least bound to one of 
 _MOVES = 40  # from one of them, simulated
 _STARTS = 3  # numbers of stages from whose best they are moved
 _FITTED_ACTIONS = 300_000  # of all cuts that fit in an order for their costs alone, once anything fits
-_PROGRAMS = 120_000  # unknown starts of all programs that bound any cuts
-_GOAL = 0.953  # of the best plan's seconds: what is to be shown of each configuration, by so many programs at most
-_BRANCHES = 5
+_PROGRAMS = 300_000  # unknown starts of all programs that bound any cuts
+_GOALS = 0.935, 0.953  # of the best plan's seconds: what is to be shown first, of each configuration with any cuts
+_BRANCHES = 3  # programs for that, at most
 _STEP = 0.003  # of them: nearer than this to what is known, nothing is tried any more
 
 
@@ -141,15 +141,15 @@ class PlanSearch:
         failed, left = dict[int, float](), _PROGRAMS if is_large else 0
         while every and every[0][0] < most:
             least, size, number, c = every[0]
-            goal = most * _GOAL if least < most * (_GOAL - _STEP) else most
+            goal = next((most * each for each in _GOALS if least < most * (each - _STEP)), most)
             goal = goal if number not in failed else (least + failed[number]) / 2
             if goal < least + _STEP * most or -size > left or self.deadline is not None:
                 return least
-            left += size
-            programs = _BRANCHES if goal <= most * _GOAL else 1
+            programs = _BRANCHES if number not in failed and goal < most else 1
             found = max(least, least_of_any_cuts(self.evaluator, c, goal, programs=programs))
+            left += size
             if found < goal * (1 - TIE):
-                failed[number] = goal
+                left, failed[number] = left + size * (programs - 1), goal
             heapreplace(every, (found, size, number, c))
         return most
 
