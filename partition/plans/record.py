@@ -155,7 +155,7 @@ class Searched:
     # no configuration that was not simulated takes less with the cuts that are tried [s a batch]; None where none was
     # left out
     least_left: float | None
-    least: float  # no configuration takes less, with any cuts and any recomputation [s a batch]
+    least: float  # no configuration takes less in its schedule's order, with any cuts and recomputation [s a batch]
 
     @classmethod
     def of_all(cls, every: Sequence[Searched]) -> Searched:
@@ -183,10 +183,10 @@ class Searched:
             "none of the rest is faster" if not more else f"the plan is at most {more:.2%} slower than any of the rest"
         )
         lines = [f"{done}; by their bounds {rest}, in the cuts that are tried"]
-        if 0 < self.least <= seconds * (1 + 1e-9):  # pairs of actions may take less
+        if 0 < self.least <= seconds * (1 + 1e-9):  # pairs of actions, and other orders, may take less
             lines.append(
-                f"with any cuts, no configuration takes less than {duration(self.least)} a batch: the plan is "
-                f"at most {max(0.0, seconds / self.least - 1):.2%} slower"
+                f"with any cuts, no configuration takes less than {duration(self.least)} a batch in the order of its "
+                f"schedule: the plan is at most {max(0.0, seconds / self.least - 1):.2%} slower"
             )
         return [*lines, f"not among them: {'; '.join(NOT_SEARCHED)}"]
 

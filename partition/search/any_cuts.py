@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise, product
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
 from ...schedules.ir import Action, Op
 from ..memory import context_bytes
+from ..solve.chunks import equal_stages
 from ..topology import Floats, Indices, TransferTime
 from .bounds import least_of_nodes
 from .evaluate import PlanEvaluator
@@ -32,9 +35,15 @@ from .model import Model
 from .simulated import SizesError, microbatches_of
 from .space import Configuration
 
-_MOST_UNKNOWNS = 9_000
+_MOST_UNKNOWNS = 9_000  # of a program of the whole schedule
+_MOST_ACTIONS = 60_000  # of schedules that are looked at
+_LATER = 0.2  # weight of what a rank divides in the choice of a branch
 _INFEASIBLE = 2  # of scipy
+_WHOLE = 1e-4  # of a node: likewise, of their numbers
 _ROUNDED = 1e-6  # relative: as far as a solver's answer may be off
+
+
+_Row = tuple[Indices, float, float]
 
 
 def unknowns_of_any_cuts(c: Configuration) -> int:
@@ -42,20 +51,25 @@ def unknowns_of_any_cuts(c: Configuration) -> int:
     return 2 * c.num_stages * microbatches_of(c)
 
 
-def least_of_any_cuts(evaluator: PlanEvaluator, c: Configuration) -> float:
-    """Seconds of a batch that no cuts of it fall below [s]: infinite where none fit; 0 where nothing is known, as of
-    streams, halves of backwards, slices, unequal stages, what waits on the host, and of programs that are too large."""
+def least_of_any_cuts(
+    evaluator: PlanEvaluator, c: Configuration, most: float = math.inf, *, programs: int = 1
+) -> float:
+    """Seconds that no cuts of it fall below, or `most` where that is less [s]; infinite where none fit. 0 where
+    nothing is known: streams, halves of backwards, slices, unequal stages, what waits on the host, long schedules. At
+    most so many programs of the whole schedule are solved."""
     model, num_actions = evaluator.model(c), unknowns_of_any_cuts(c)
     is_plain = c.is_equal and c.own is None and c.sizes is None and not c.lengths and not model.rules.offloads
-    if not is_plain or c.family.rule.is_asynchronous or c.family.splits_backward or num_actions > _MOST_UNKNOWNS:
+    if not is_plain or c.family.rule.is_asynchronous or c.family.splits_backward or num_actions > _MOST_ACTIONS:
         return 0.0
+    outside = model.profile.around_seconds + (evaluator.norm or 0.0)
     try:
         program = _Program(evaluator, c, model)
+        if program.schedule.overlapped:
+            return 0.0
+        found = program.least((most - outside) * (1 + _ROUNDED), programs)
     except SizesError:
         return 0.0
-    if program.num_unknowns > _MOST_UNKNOWNS or program.schedule.overlapped:
-        return 0.0
-    return program.least() * (1 - _ROUNDED) + model.profile.around_seconds + (evaluator.norm or 0.0)
+    return min(most, found * (1 - _ROUNDED) + outside)
 
 
 class _Program:
@@ -66,53 +80,153 @@ class _Program:
         self.schedule = evaluator.schedules.schedule(c, microbatches_of(c))
         self.in_flight = evaluator.schedules.in_flight(c, exact=True)
         self.is_flat = evaluator.topology.is_flat
+        crossing = model.cuts.crossing[1:-1].min(initial=math.inf) if c.num_stages > 1 else 0.0
+        self.messages, self.nodes = self.place.hop_seconds(crossing, crossing), least_of_nodes(model)
         self.around = model.profile.action_seconds + np.broadcast_to(self.place.on.message_overhead, c.num_stages)
-        kinds = Counter(_figures_of_nodes(model))
-        figures = np.array(list(kinds))
+        # Bytes of each rank besides those that nodes keep: workspace of one of so many, and messages, if alike.
+        workspace = sorted(node.workspace_bytes for node in model.profile.nodes)[c.num_chunks - 1] + crossing
+        self.beside, ends = np.full(c.pipeline, workspace), equal_stages(model.cuts, c.num_stages)
+        if ends is not None and crossing == model.cuts.crossing[1:-1].max(initial=crossing):
+            given = evaluator.given(c, ends, recompute=["none"] * c.num_stages, shards=[1] * c.num_stages)
+            self.beside += np.array([memory.messages for memory in given.memories])
+        every = [*_figures_of_nodes(model)]
+        kinds = Counter(every)
+        figures, self.kind_of_node = np.array(list(kinds)), np.array([[*kinds].index(each) for each in every])
         self.counts = list(kinds.values())
         # [K, 1] each; and [K, treatments] with the optimizer's state divided or not
         self.forward, self.backward, self.update, self.large, self.weights, self.buffers = figures.T[:6, :, None]
         most = c.data * model.profile.context if c.data > 1 else 1
         numbers = sorted({1 if name == "none" else most for name in model.rules.sharding})
-        treated = np.repeat(figures[:, 6:].reshape(len(kinds), -1, 2), len(numbers), axis=1)
-        self.kept, self.again = treated[..., 0], treated[..., 1]
+        treated = np.repeat(figures[:, 6:].reshape(len(kinds), -1, 3), len(numbers), axis=1)
+        self.kept, self.again, self.made = treated.transpose(2, 0, 1)
         self.shards = np.resize(numbers, self.kept.shape)
-        self._x, self._starts = 1 + 2 * self.num_stages, 1 + (2 + self.kept.size) * self.num_stages
+        self._forward, self._x = 1, 1 + 2 * self.num_stages
+        self._starts: int = self._x + self.kept.size * self.num_stages
         self.num_unknowns = self._starts + 2 * self.num_stages * self.schedule.num_microbatches
+        self._stages = [[s for s, position in enumerate(c.positions) if position == p] for p in range(c.pipeline)]
+        self.every = np.arange(self._x, self._starts).reshape(self.num_stages, *self.kept.shape)
+        self.kind = int(np.argmax(self.counts))  # the most frequent one
+        # Treatments that go together: of three stages or more a rank divides the state of all, or of none.
+        is_divided = self.shards[self.kind] > 1
+        self.ways = [each for each in (is_divided, ~is_divided) if each.any()]
+        self.ways = self.ways if c.num_chunks > 2 else [is_divided | ~is_divided]
         self._rows: list[tuple[Indices, Floats, float]] = []  # unknowns, their coefficients, and what these are at most
 
-    def least(self) -> float:
-        """The least T [s]; infinite where nothing fits, 0 where the solver finds none."""
+    def least(self, most: float, programs: int) -> float:
+        """The least T; infinite where nothing fits in `most` or less [s]."""
+        for make in self._seconds_of_stages, self._memory, self._updates, self._actions_of_ranks:
+            make()
+        if most < math.inf and not self._is_whole(most):
+            return math.inf
+        if self.num_unknowns > _MOST_UNKNOWNS:
+            return 0.0
+        self._order()
+        self._left = programs
+        return self._branched(most)
+
+    def _branched(self, most: float) -> float:
+        """The least T where ranks have whole nodes of the most frequent kind and one way each to divide the optimizer's
+        state, or a bound of it after so many programs as are left [s]."""
+        self._left -= 1
+        try:
+            x = self._solution([0], equal=self.counts)
+        except SizesError:
+            return 0.0
+        if x is None or self._left <= 0 or x[0] >= most:
+            return math.inf if x is None else float(x[0])
+        branches = list[tuple[float, list[_Row]]]()
+        for own in (self.every[stages] for stages in self._stages):
+            number, nodes = float(x[own[:, self.kind]].sum()), float(x[own].sum())
+            rows: list[_Row] = [
+                (own[:, self.kind], sign, sign * whole(number))
+                for sign, whole in ((-1.0, math.ceil), (1.0, math.floor))
+            ]
+            branches.append((abs(number - round(number)), rows))
+            if len(self.ways) > 1:
+                least = min(float(x[own[..., way]].sum()) for way in self.ways)
+                branches.append((_LATER * least / nodes, [(own[..., way], 1.0, 0.0) for way in self.ways]))
+        part, rows = max(branches, key=itemgetter(0))
+        found = list[float]()
+        for unknowns, times, limit in rows if part > _WHOLE else ():
+            if self._left <= 0:
+                return float(x[0])
+            self._add((unknowns, times), most=limit)
+            found.append(self._branched(most))
+            self._rows.pop()
+        return max(float(x[0]), min(found, default=0.0))
+
+    def _is_whole(self, most: float) -> bool:
+        """Rows for the nodes of the most frequent kind that each rank has time for; False where these are too few.
+        A way to divide the state is left out where a rank has not even those that the others leave to it."""
+        k, number = self.kind, float(self.counts[self.kind])
+        ranks, first = [self.every[own] for own in self._stages], self.c.positions[0]
+        fullest, limit = np.full(len(ranks), number), len(self._rows)
+        self._add((0, 1.0), most=most)
+        for own in ranks:
+            self._add((own[:, k], 1.0), most=number)
+        others = [p for p in range(len(ranks)) if p != first]
+        for group in filter(None, (others, [first], others)):  # those after the first wait for its updates, too
+            numbers = []
+            for way in self.ways:
+                x = self._solution([ranks[p][:, k, way] for p in group], aim=-1.0)
+                if x is None:
+                    return False
+                numbers.append([float(x[ranks[p][:, k, way]].sum()) + _WHOLE for p in group])
+            fullest[group] = np.floor(np.max(numbers, axis=0))
+            for p, *of_ways in zip(group, *numbers, strict=True):
+                least = number - fullest.sum() + fullest[p]
+                self._add((ranks[p][:, k], 1.0), most=fullest[p])
+                for way in (way for way, each in zip(self.ways, of_ways, strict=True) if each < least):
+                    self._add((ranks[p][..., way], 1.0), most=0.0)
+            self._add((ranks[first][:, k], -1.0), most=fullest.sum() - fullest[first] - number)
+        del self._rows[limit]  # solvers are slow to see that nothing fits
+        return bool(fullest.sum() >= number)
+
+    def _actions_of_ranks(self) -> None:
+        """Rows of each rank alone: its actions follow each other, once a microbatch is there, which must go back."""
+        M, S = self.schedule.num_microbatches, self.num_stages
+        for own, program in zip(self._stages, self.schedule.programs, strict=True):
+            first, *_, last = (action for action in program if action.op in (Op.F, Op.B))
+            seconds = [(self._forward + s + each, float(M)) for s in own for each in (0, S)]
+            inside = 2 * M * float(sum(self.around[s] for s in own))
+            there, back = self._ahead(first.stage)[0], self._ahead(min(first.stage, last.stage))[1]
+            for end, ahead in (last, there), (Op.B(0, last.index), back):
+                own_end = (self._forward + S + end.stage, -1.0), (self._start(*end), -1.0)
+                self._add(*seconds, *own_end, most=float(self.around[end.stage]) - ahead - inside)
+
+    def _ahead(self, stage: int) -> tuple[float, float]:
+        """Seconds of F, and of F and B, of a microbatch in the stages before one, at least [s]."""
+        least, fixed = self.nodes, float((self.around[:stage] + self.messages[:stage]).sum())
+        at, speed = np.searchsorted(least.sizes, stage), max(self.place.on.speed)
+        return float(least.forward[at]) / speed + fixed, float(least.both[at]) / speed + 2 * fixed
+
+    def _solution(self, aims: Any, *, aim: float = 1.0, equal: Sequence[int] = ()) -> Floats | None:
+        """[unknowns] with the least sum of `aim` times these; None where nothing fits; SizesError if the solver
+        fails. `equal`: nodes of each kind in all; none: any."""
         from scipy.optimize import linprog  # type: ignore[import-untyped]
         from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
-        for make in self._seconds_of_stages, self._order, self._updates, self._memory:
-            make()
-        every = np.arange(self._x, self._starts).reshape(self.num_stages, *self.kept.shape)
-        for own in every:  # a node or more
-            self._add((own, -1.0), most=-1.0)
         unequal = len(self._rows)
-        for k, number in enumerate(self.counts):
-            self._add((every[:, k], 1.0), most=float(number))
+        for k, number in enumerate(equal):
+            self._add((self.every[:, k], 1.0), most=float(number))
         columns, values, limits = zip(*self._rows, strict=True)
+        del self._rows[unequal:]
         ends = np.cumsum([0, *map(len, columns)])
         rows = csr_array(
             (np.concatenate(values), np.concatenate(columns), ends), shape=(len(limits), self.num_unknowns)
         )
-        (upper, most), (equal, numbers) = ((rows[part], limits[part]) for part in (np.s_[:unequal], np.s_[unequal:]))
-        step = np.eye(1, self.num_unknowns)[0]
-        found = linprog(step, A_ub=upper, b_ub=most, A_eq=equal, b_eq=numbers, method="highs-ipm")
-        return float(found.fun) if found.status == 0 else math.inf if found.status == _INFEASIBLE else 0.0
+        (upper, most), (same, numbers) = ((rows[part], limits[part]) for part in (np.s_[:unequal], np.s_[unequal:]))
+        goal = np.zeros(self.num_unknowns)
+        goal[np.concatenate([np.ravel(each) for each in aims])] = aim
+        found = linprog(goal, A_ub=upper, b_ub=most, A_eq=same, b_eq=numbers, method="highs-ipm")
+        if found.status not in (0, _INFEASIBLE):
+            raise SizesError(found.message)
+        return np.asarray(found.x) if found.status == 0 else None
 
     def _add(self, *terms: tuple[int | Indices, float | Floats], most: float) -> None:
         pairs = [np.broadcast_arrays(np.ravel(unknowns), np.ravel(times)) for unknowns, times in terms]
         columns, values = (np.concatenate(each) for each in zip(*pairs, strict=True))
         self._rows.append((columns, values.astype(np.float64), most))
-
-    def _own(self, stage: int) -> Indices:
-        """[K * treatments] its x."""
-        begin = self._x + stage * self.kept.size
-        return np.arange(begin, begin + self.kept.size)
 
     def _start(self, stage: int, op: Op, index: int) -> int:
         number = int(op is Op.B) * self.num_stages + stage
@@ -121,18 +235,21 @@ class _Program:
     def _seconds_of_stages(self) -> None:
         for s, speed in enumerate(self.place.on.speed):
             forward, backward = self.forward + 0 * self.again, self.backward + self.again
-            self._add((self._own(s), forward / speed), (1 + s, -1.0), most=0.0)
-            self._add((self._own(s), backward / speed), (1 + self.num_stages + s, -1.0), most=0.0)
+            self._add((self.every[s], forward / speed), (self._forward + s, -1.0), most=0.0)
+            self._add((self.every[s], backward / speed), (self._forward + self.num_stages + s, -1.0), most=0.0)
+            self._add((self.every[s], -1.0), most=-1.0)  # a node or more
+        members = self.model.cuts.members
+        for s, ends in (0, members[1:].all(axis=0)), (-1, ~members[:-1].any(axis=0)):
+            for k, number in Counter(self.kind_of_node[ends].tolist()).items():
+                self._add((self.every[s, k], -1.0), most=-float(number))
 
     def _order(self) -> None:
         """Rows for actions that follow others on their rank, or take their message."""
-        S, M = self.num_stages, self.schedule.num_microbatches
-        crossing = self.model.cuts.crossing[1:-1].min(initial=math.inf) if S > 1 else 0.0
-        messages = self.place.hop_seconds(crossing, crossing)
+        S, M, messages = self.num_stages, self.schedule.num_microbatches, self.messages
 
         def follows(a: Action, start: int, message: float = 0.0) -> None:
             s, op, index = a
-            seconds = 1 + (op is Op.B) * S + s
+            seconds = self._forward + (op is Op.B) * S + s
             own = self._start(s, op, index)
             self._add((seconds, 1.0), (own, 1.0), (start, -1.0), most=-float(self.around[s] + message))
 
@@ -169,27 +286,34 @@ class _Program:
             last = {a.stage: a for a in program if a.op is Op.B}
             ends = sorted(last.values(), key=program.index)
             for at, a in enumerate(ends):
-                s, own = a.stage, ((self._start(*a), 1.0), (1 + S + a.stage, 1.0), (0, -1.0))
-                self._add(*own, (self._own(s), rings[s] + steps[s] + gathers[s]), most=-self.around[s])
+                s, own = a.stage, ((self._start(*a), 1.0), (self._forward + S + a.stage, 1.0), (0, -1.0))
+                self._add(*own, (self.every[s], rings[s] + steps[s] + gathers[s]), most=-self.around[s])
                 if not self.is_flat:
                     lane = [
-                        (self._own(b.stage), rings[b.stage] * (k >= at) + gathers[b.stage]) for k, b in enumerate(ends)
+                        (self.every[b.stage], rings[b.stage] * (k >= at) + gathers[b.stage]) for k, b in enumerate(ends)
                     ]
                     self._add(*own, *lane, most=-self.around[s])
-            self._add(*own, *((self._own(b.stage), steps[b.stage]) for b in ends), most=-self.around[s])
+            self._add(*own, *((self.every[b.stage], steps[b.stage]) for b in ends), most=-self.around[s])
 
     def _memory(self) -> None:
         context, rules = context_bytes(self.model.profile.device), self.model.rules
-        for p, (counted, limit) in enumerate(zip(self.in_flight, self.place.limits, strict=True)):
-            stages = [s for s, position in enumerate(self.c.positions) if position == p]
+        parts = (1 - 1 / self.shards) * (self.model.profile.expert == 1)  # of other ranks, of gradients and weights
+        every = zip(self.in_flight, self.place.limits, self._stages, (context + self.beside).tolist(), strict=True)
+        for counted, limit, stages, beside in every:
+            held = counted.versions + rules.optimizer_ratio / self.shards
             for moment in counted.counts if limit < math.inf else ():
-                microbatches, graded = moment[: 2 * len(stages)].reshape(2, -1)
-                held = counted.versions + rules.optimizer_ratio / self.shards
+                rows = zip(stages, *moment.reshape(4, -1), strict=True)
                 terms = [
-                    (self._own(s), (number * self.kept + (held + has_any) * self.weights + self.buffers) / limit)
-                    for s, number, has_any in zip(stages, microbatches, graded, strict=True)
+                    (
+                        self.every[s],
+                        number * self.kept
+                        + remade * self.made
+                        + (held + graded + summed * parts) * self.weights
+                        + self.buffers,
+                    )
+                    for s, number, graded, summed, remade in rows
                 ]
-                self._add(*terms, most=1 - context / limit)
+                self._add(*((own, row / limit) for own, row in terms), most=1 - beside / limit)
 
 
 def _figures_of_nodes(model: Model) -> Iterator[tuple[float, ...]]:
@@ -197,9 +321,10 @@ def _figures_of_nodes(model: Model) -> Iterator[tuple[float, ...]]:
     seconds that run again, under each treatment. What several nodes share is left out."""
     least, shared = least_of_nodes(model), {at for nodes, _ in model.cuts.tied for at in nodes}
     for at, node in enumerate(model.profile.nodes):
-        treated = [(node.stash_bytes, 0.0)]
+        treated = [(node.stash_bytes, 0.0, 0.0)]
         for name in (each for each in model.rules.recompute if each != "none"):
-            treated.append((0.0, node.forward_seconds) if name == "full" else node.treated(name)[:2])
+            full = (0.0, node.forward_seconds, node.stash_bytes)
+            treated.append(full if name == "full" else (*node.treated(name)[:2], 0.0))
         alone = 0.0 if at in shared else float(model.cuts.large[at])
         sizes = alone, float(least.parameters[at]), node.buffer_bytes
         yield (

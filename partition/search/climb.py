@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import combinations
 
 from ..plans.record import OWN
 from ..solve.chunks import level_ranks, neighbours
@@ -88,7 +89,7 @@ class CutClimb:
         if self._is_blocked and is_near and "none" in best.model.rules.recompute:
             over = self._past_the_limit(best)
             best = best if over is best else hill_climb(over, self._better)
-        return best
+        return hill_climb(best, self._exchanged)
 
     def _climbed(self, start: Candidate, named: Candidate, better: Better, *, is_free: bool) -> Candidate:
         self._at, self._orders = -1, False
@@ -101,6 +102,21 @@ class CutClimb:
 
     def _better(self, start: Candidate) -> Iterator[Candidate]:
         return (each for each in self._near(start, is_free=False) if _is_less(each, start))
+
+    def _exchanged(self, start: Candidate) -> Iterator[Candidate]:
+        """Faster ones with the treatments of two chunks exchanged on all ranks: others wait for sums of gradients."""
+        c, limit = start.configuration, start.simulated_seconds * (1 - TIE)
+        for one, other in combinations(range(c.num_chunks), 2):
+            names = [[*memory.recompute] for memory in start.memories]
+            for own in names:
+                own[one], own[other] = own[other], own[one]
+            shards = [start.memories[p].shards[v] for p, v in zip(c.positions, c.chunks, strict=True)]
+            recompute = [names[p][v] for p, v in zip(c.positions, c.chunks, strict=True)]
+            found = self.evaluator.given(c, start.ends, recompute=recompute, shards=shards)
+            if _fits(found) and found.bound < limit and not self.is_late():
+                with suppress(SizesError, DoesNotFitError):
+                    found = self.evaluator.simulate(found)
+                    yield from [found] * _is_less(found, start)
 
     def _past_the_limit(self, best: Candidate) -> Candidate:
         """The best that fits of what is met as the cuts are moved as if memory had no limit."""

@@ -41,7 +41,10 @@ _NEAREST_PER_FARTHEST = 12  # steps of the entry with the least bound to one of 
 _MOVES = 40  # from one of them, simulated
 _STARTS = 3  # numbers of stages from whose best they are moved
 _FITTED_ACTIONS = 300_000  # of all cuts that fit in an order for their costs alone, once anything fits
-_PROGRAMS = 120_000  # unknown starts of all programs that bound any cuts
+_PROGRAMS = 300_000  # unknown starts of all programs that bound any cuts
+_GOALS = 0.935, 0.953  # of the best plan's seconds: what is to be shown first, of each configuration with any cuts
+_BRANCHES = 3  # programs for that, at most
+_STEP = 0.003  # of them: nearer than this to what is known, nothing is tried any more
 
 
 _Steps = Iterator[float]  # of one entry of the queue; yields its lower bound [s] after each, until it is done
@@ -132,17 +135,22 @@ class PlanSearch:
 
     def _least_with_any_cuts(self, every: list[_Sized], most: float) -> float:
         """Seconds that none of these configurations falls below, or `most`, if that is less [s]; of many devices by the
-        program (`any_cuts`) of the one with the least bound, as long as it has not had it."""
+        program (`any_cuts`) of the one with the least bound, as long as that may still be more."""
         heapify(every)
         is_large = self.evaluator.topology.num_devices > ALL_SIZES and most < math.inf
-        known, left = set[int](), _PROGRAMS if is_large else 0
+        failed, left = dict[int, float](), _PROGRAMS if is_large else 0
         while every and every[0][0] < most:
             least, size, number, c = every[0]
-            if number in known or -size > left or self.deadline is not None or c.num_chunks > 1:  # in a free order
+            goal = next((most * each for each in _GOALS if least < most * (each - _STEP)), most)
+            goal = goal if number not in failed else (least + failed[number]) / 2
+            if goal < least + _STEP * most or -size > left or self.deadline is not None:
                 return least
-            known.add(number)
+            programs = _BRANCHES if number not in failed and goal < most else 1
+            found = max(least, least_of_any_cuts(self.evaluator, c, goal, programs=programs))
             left += size
-            heapreplace(every, (max(least, least_of_any_cuts(self.evaluator, c)), size, number, c))
+            if found < goal * (1 - TIE):
+                left, failed[number] = left + size * (programs - 1), goal
+            heapreplace(every, (found, size, number, c))
         return most
 
     def improve_with_layouts(

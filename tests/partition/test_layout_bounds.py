@@ -254,9 +254,43 @@ def test_no_cuts_take_less_than_their_bounds(seeds: range) -> None:
             bounds = LeastSeconds(evaluator.topology, norm=evaluator.norm)
             known = [least, bounds.of_configuration(c, model)]
             known += [bounds.of_schedule(schedule, model, c.batch)] * (chunks == 1)  # of any number of stages
+            above = [times * best for times in (1, 1.01, 1.1) if best < math.inf]
+            known += [least_of_any_cuts(evaluator, c, most, programs=4) for most in above]
             assert max(known) <= best * (1 + 1e-9), (seed, c.label())
             shares += [least / best] * (least > 0 and best < math.inf)
     assert sorted(shares)[len(shares) // 2] > 0.85  # not all of it is left out
+
+
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 200), marks=pytest.mark.thorough)])
+def test_whole_layers_are_bounded_more_tightly_and_never_above_any_cuts(seeds: range) -> None:
+    """Equal layers between two others, in every cut: a rank has whole layers, and divides the state of all or none."""
+    gains = list[float]()
+    for rng in map(random.Random, seeds):
+        kind = {"forward_seconds": 1.0, "backward_seconds": rng.uniform(1, 2), "activation_bytes": 0.1 * rng.random()}
+        kind |= {"parameter_bytes": rng.uniform(0.5, 4), "stash_bytes": rng.choice([0.1, 1, 3]), "workspace_bytes": 1.0}
+        light = {"forward_seconds": 0.4 * rng.random(), "backward_seconds": 0.3, "parameter_bytes": rng.random()}
+        layers = [Node(name=f"n{i}", **kind) for i in range(rng.randint(5, 8))]
+        profile = Profile(nodes=(Node(name="a", **light), *layers, Node(name="b", **light)), microbatch_size=1)
+        model = Model(
+            profile, MemoryRules(optimizer_ratio=6.0, recompute=rng.choice(RECOMPUTE), sharding=("none", "full"))
+        )
+        every = sum(8 * each.parameter_bytes + 3 * each.stash_bytes for each in profile.nodes)
+        limit = rng.choice([None, 0.3 * every, 0.5 * every, 0.8 * every])
+        cluster = Cluster.from_levels([(4, rng.choice([5.0, 100.0])), (2, 5.0)])
+        evaluator = PlanEvaluator(Topology(cluster, memory_limit=limit), lambda _size, _tensor, own=model: own)
+        (schedule, chunks), pipeline, data = (
+            rng.choice([*SCHEDULES[3:], ("1f1b", 1)]),
+            rng.randint(2, 3),
+            rng.randint(1, 2),
+        )
+        sizes = {"pipeline": pipeline, "data": data, "num_chunks": chunks, "schedule": schedule}
+        c = configuration(**sizes, num_microbatches=data * pipeline * rng.randint(1, 3))
+        best, plain = least_simulated(evaluator, c, len(profile.nodes)), least_of_any_cuts(evaluator, c)
+        for times in (0.9, 0.96, 1.0, 1.02, 1.2) if best < math.inf else ():
+            found = least_of_any_cuts(evaluator, c, times * best, programs=6)
+            assert found <= min(times, 1 + 1e-9) * best, (c.label(), times)
+            gains.append(found / min(plain, times * best))
+    assert max(gains) > 1.05
 
 
 def test_of_many_devices_the_least_is_that_of_the_program() -> None:
