@@ -95,6 +95,10 @@ def placement_of(c: Configuration, topology: Topology, profile: Profile) -> Plac
         if profile.expert > 1
     ]
     cards = tuple(topology.cards(own[::size]) for own, size in owns) if topology.shares_cards else ()
+
+    def of_slices(links: Sequence[TransferTime]) -> tuple[float, ...]:
+        return tuple(link.busy_a_byte / (len(c.lengths) or 1) for link in links)  # of the mean one
+
     shared = [[link.on_card for link in inward], [link.on_card for link in outward]]
     shared = [*shared, [len({*cards[p]}) > 1 for p in positions]] if cards else []
     return Placement(
@@ -107,7 +111,7 @@ def placement_of(c: Configuration, topology: Topology, profile: Profile) -> Plac
             outward=tuple(link.seconds_a_byte for link in outward),
             shared=tuple(map(tuple, np.array(shared, dtype=np.float64).tolist())),
             message_overhead=tuple(a.busy + b.busy for a, b in zip(inward, outward, strict=True)),
-            message_bytes=(tuple(link.busy_a_byte for link in inward), tuple(link.busy_a_byte for link in outward)),
+            message_bytes=(of_slices(inward), of_slices(outward)),
             rings=tuple(rings[p] for p in positions),
             exchanges=tuple(exchanges[p] for p in positions),
             expert_rings=tuple(experts[p] for p in positions if experts),
