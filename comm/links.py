@@ -299,15 +299,9 @@ def _as_levels(levels: Sequence[MeasuredLevel], by_host: Mapping[str, Sequence[i
         name: max(getattr(level, name) for level in levels)
         for name in ("latency", "reduce_latency", "message_seconds", "sum_busy")
     }
-    reduce_bandwidth = min(level.reduce_bandwidth for level in levels)
-    own = min((level.message_bandwidth for level in levels if level.message_bandwidth), default=None)
-    flat = replace(
-        slowest,
-        size=num_ranks,
-        reduce_bandwidth=reduce_bandwidth,
-        message_bandwidth=own,
-        **worst,
-    )
+    worst["reduce_bandwidth"] = min(level.reduce_bandwidth for level in levels)
+    rates = [level.message_bandwidth for level in levels if level.message_bandwidth]
+    flat = replace(slowest, size=num_ranks, message_bandwidth=min(rates, default=None), **worst)
     shown = "; ".join(f"{host}: {', '.join(map(str, ranks))}" for host, ranks in by_host.items())
     want = "as many ranks on each host" if len({*map(len, hosts)}) > 1 else "ranks of a host next to each other"
     note = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .cluster import Cluster, Level
+from .cluster import Cluster
 from .profile import Profile
 
 _ALIKE = 0.05  # hosts whose speeds differ by less are of one kind
@@ -55,6 +55,6 @@ def with_host_speeds(
     size = levels[0].size
     if [tuple(ranks) for ranks in hosts] != [tuple(range(i, i + size)) for i in range(0, cluster.num_devices, size)]:
         by_rank = {rank: kind for ranks, kind in zip(hosts, of_host, strict=True) for rank in ranks}
-        levels = (Level(name="host", size=1, bandwidth=levels[0].bandwidth), *levels)
+        levels = (replace(levels[0], name="host", size=1), *levels)
         nodes = [by_rank[rank] for rank in range(cluster.num_devices)]
     return replace(cluster, levels=levels, kinds=tuple(kinds.values()), nodes=tuple(nodes))

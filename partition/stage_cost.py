@@ -222,7 +222,7 @@ class StageDevices:
     # 1 where messages inward, outward, and sums take a card that devices share, else 0; none: all are 0
     shared: tuple[Figures, ...] = ()
     message_overhead: Figures = 0.0  # seconds for which a rank is busy with empty messages of an F or a B
-    message_bytes: tuple[Figures, Figures] = (0.0, 0.0)  # the same for each of their bytes, inward and outward
+    message_bytes: tuple[Figures, ...] = (0.0, 0.0)  # the same for each of their bytes, inward and outward
     rings: Sequence[TransferTime] = ()  # over the replicas, of each stage
     exchanges: Sequence[TransferTime] = ()  # likewise
     expert_rings: Sequence[TransferTime] = ()  # over those with the same experts

@@ -88,8 +88,7 @@ class TransferTime:
     # how many are carried out at the same time, while others wait; None: as many as there are, as one
     at_once: int | None = None
     on_card: bool = False  # whether a message takes a card that devices share
-    blocks: bool = False  # whether its sender computes on only when it has left
-    meets: bool = False  # and it leaves only when its receiver has nothing else to do
+    sends: str = "beside"  # of a message, as its `Level` has it
 
     def seconds(self, num_bytes: float, *, number: int = 1) -> float:
         """Seconds of `num_bytes` in all, in `number` transfers (at least 1) that are begun together."""
@@ -126,8 +125,7 @@ class Topology:
                 busy=level.message_seconds,
                 busy_a_byte=1 / (level.message_bandwidth or math.inf),
                 on_card=level.devices_per_card is not None,
-                blocks=level.sends != "beside",
-                meets=level.sends == "rendezvous",
+                sends=level.sends,
             )
             for link, level in zip(self.links, cluster.levels, strict=True)
         ]

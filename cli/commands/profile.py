@@ -298,7 +298,7 @@ def _show_links(measured: MeasuredLinks, memory: float, profiles: Sequence[Profi
             "joins": str(level.size),
             "latency": duration(level.latency),
             "busy, either end": duration(level.message_seconds),
-            "the same for a MB": duration(1e6 / (level.message_bandwidth or math.inf)),
+            "busy a MB, either end": duration(1e6 / (level.message_bandwidth or math.inf)),
             "bandwidth": f"{size(level.bandwidth)}/s",
             "line off by": f"{level.residual:.0%}",
             "pairs": ", ".join(f"{a}-{b}" for a, b in level.pairs),
@@ -313,7 +313,7 @@ def _show_links(measured: MeasuredLinks, memory: float, profiles: Sequence[Profi
     for name, each in figures.items():
         rows.add_row(name, *each)
     out = console()
-    out.print("links, one way: seconds = 2 busy + latency + bytes / bandwidth")
+    out.print("links, one way: seconds = 2 (busy + MB x busy a MB) + latency + bytes / bandwidth")
     out.print(rows)
     if profiles:
         kinds = {kind.name: kind.speed for kind in cluster.kinds}

@@ -20,6 +20,8 @@ SHRUNK = 0.8  # of the range before a fit, as a part: rows that leave less of it
 LEAST_PLANS = 2  # to judge a fit by those that are left out
 PLANS_DIFFER = 0.05  # by which predictions for one machine are off differently from plan to plan, as a part
 LEAST_GAIN = 0.005  # on average over those, as a part: by less, equal runs differ
+_RATES = ("bandwidth", "reduce_bandwidth", "message_bandwidth")
+_SECONDS = ("latency", "reduce_latency", "message_seconds")
 _ADDED = ("wave_outputs", "kernel_seconds", "hop_seconds")  # a step grows with them; by the others it is divided
 
 
@@ -43,19 +45,11 @@ class Scales:
 
     def of(self, cluster: Cluster) -> Cluster:
         """The cluster so many times as fast."""
-        by = self.links
-        levels = []
+        by, levels = self.links, []
         for level in cluster.levels:
-            sums, step, own = level.reduce_bandwidth, level.reduce_latency, level.message_bandwidth
-            slower = {
-                "bandwidth": level.bandwidth * by,
-                "latency": level.latency / by,
-                "reduce_bandwidth": None if sums is None else sums * by,
-                "reduce_latency": None if step is None else step / by,
-                "message_seconds": level.message_seconds / by,
-                "message_bandwidth": None if own is None else own * by,
-            }
-            levels.append(replace(level, **slower))  # type: ignore[arg-type]
+            figures = {name: getattr(level, name) for name in (*_RATES, *_SECONDS)}
+            scaled = {name: each and (each * by if name in _RATES else each / by) for name, each in figures.items()}
+            levels.append(replace(level, **scaled))
         kinds = tuple(replace(kind, speed=kind.speed * self.compute) for kind in cluster.kinds)
         links = tuple((src, dst, bandwidth * by, latency / by) for src, dst, bandwidth, latency in cluster.node_links)
         return replace(cluster, levels=tuple(levels), kinds=kinds, node_links=links)

@@ -195,10 +195,8 @@ class DeviceModel:
 
 
 def _part(level: Level, part: float) -> Level:
-    reduced = level.reduce_bandwidth
-    return replace(
-        level, bandwidth=level.bandwidth * part, reduce_bandwidth=None if reduced is None else reduced * part
-    )
+    reduced = level.reduce_bandwidth and level.reduce_bandwidth * part
+    return replace(level, bandwidth=level.bandwidth * part, reduce_bandwidth=reduced)
 
 
 def _sxm(

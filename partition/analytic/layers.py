@@ -214,11 +214,8 @@ class LayerFormulas:
         choices = self.tokens * model.experts * (model.experts > 1)
         ordered, chooser = self.routed * (choices > 0), [(2.0 * choices * model.hidden, float(choices))] * (choices > 0)
         reads, writes = self._traffic(mlp, heads, ordered)
-        attention, kept = (
-            4 * (1 + model.kv_part * self.context) * heads,
-            (8 if model.style == "llama" else 10) * self.whole,
-        )
-        kept += attention + (2 * ahead + 2) * mlp + 4 * ordered
+        attention = 4 * (1 + model.kv_part * self.context) * heads
+        kept = (8 if model.style == "llama" else 10) * self.whole + attention + (2 * ahead + 2) * mlp + 4 * ordered
         matrices, casts, norm = model.layer_matrices(t, self.expert), 0.0, model.norm_parameters
         parameters = model.layer_parameters(t, self.expert)
         if model.precision != "16-bit":

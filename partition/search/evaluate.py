@@ -417,7 +417,8 @@ class PlanEvaluator:
     def placement(self, c: Configuration) -> Placement:
         """Devices and links of its stages; equal ones are found once. O(devices) the first time."""
         profile = self.model(c).profile
-        key = (c.pipeline, c.data, c.tensors, c.positions, c.ranks, c.by_replica, profile.context, profile.expert)
+        sizes = (c.pipeline, c.data, c.tensors, len(c.lengths), profile.context, profile.expert)
+        key = (sizes, c.positions, c.ranks, c.by_replica)
         if key not in self._placements:
             self._placements[key] = placement_of(c, self.topology, profile)
         return self._placements[key]

@@ -156,7 +156,7 @@ def _searched(
     between = {
         pair: topology.between(*((rank,) for rank in pair), tensor=1) for pair in permutations(range(c.pipeline), 2)
     }
-    size = float(np.mean(sums.after[:-1]))
+    size = float(sums.after.sum()) / max(1, len(sums.after) - 1)  # of a message
     network = {pair: Link(latency=each.latency, seconds_per_byte=each.seconds_a_byte) for pair, each in between.items()}
     beside = context_bytes(model.profile.device) + _passing_bytes(sums, c.batch)
     limits = [float(each) - beside for each in topology.memory_bytes]

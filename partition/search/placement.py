@@ -54,8 +54,8 @@ class Placement:
                     latency=hop.latency,
                     seconds_per_byte=hop.seconds_a_byte,
                     sending=ON_CARD if hop.on_card else None,
-                    blocks=hop.blocks,
-                    meets=hop.meets,
+                    blocks=hop.sends != "beside",
+                    meets=hop.sends == "rendezvous",
                 )
                 if a != b and routes.get((min(pair), max(pair))) != link:
                     routes[pair if out != back else (min(pair), max(pair))] = link
@@ -95,6 +95,7 @@ def placement_of(c: Configuration, topology: Topology, profile: Profile) -> Plac
         if profile.expert > 1
     ]
     cards = tuple(topology.cards(own[::size]) for own, size in owns) if topology.shares_cards else ()
+    slices = len(c.lengths) or 1  # which have a mean part of a message's bytes
     shared = [[link.on_card for link in inward], [link.on_card for link in outward]]
     shared = [*shared, [len({*cards[p]}) > 1 for p in positions]] if cards else []
     return Placement(
@@ -107,7 +108,7 @@ def placement_of(c: Configuration, topology: Topology, profile: Profile) -> Plac
             outward=tuple(link.seconds_a_byte for link in outward),
             shared=tuple(map(tuple, np.array(shared, dtype=np.float64).tolist())),
             message_overhead=tuple(a.busy + b.busy for a, b in zip(inward, outward, strict=True)),
-            message_bytes=(tuple(link.busy_a_byte for link in inward), tuple(link.busy_a_byte for link in outward)),
+            message_bytes=tuple(tuple(link.busy_a_byte / slices for link in each) for each in (inward, outward)),
             rings=tuple(rings[p] for p in positions),
             exchanges=tuple(exchanges[p] for p in positions),
             expert_rings=tuple(experts[p] for p in positions if experts),

@@ -41,7 +41,7 @@ from ..settings.given import Given
 from ..settings.options import Options
 from ..telling import figure, tell, told_if_slow
 
-TRIAL_SECONDS = 3.0  # for the steps of all of them together, building apart, where _LEAST steps of each take less
+TRIAL_SECONDS = 3.0  # for the steps of all of them, building and settling apart, where _LEAST steps of each take less
 LONGEST = 16.0  # seconds that _LEAST steps may take
 
 _WARM_UP = 2  # steps that do not count; one where there is little time

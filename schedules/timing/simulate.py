@@ -226,7 +226,7 @@ class _Simulation:
         free_at, unsent = self.free_at, self.unsent
         blocked: dict[int, list[int]] = {}  # slot -> the ranks that wait for it
         events: list[tuple[float, int]] = []  # (end of the running action, rank)
-        ready = list(range(len(programs)))
+        ready, now = list(range(len(programs))), 0.0
         while True:
             for rank in ready:
                 codes, indices = programs[rank]
@@ -247,7 +247,7 @@ class _Simulation:
                     starts[rank].append(start)
                     heappush(events, (start + durations[code][k], rank))
             if not events:
-                if ready := self._send_later():
+                if ready := self._send_later(now):
                     continue
                 break
             now, rank = heappop(events)
@@ -302,11 +302,12 @@ class _Simulation:
                 ready.append(pair[0])
         return filled
 
-    def _send_later(self) -> list[int]:
-        """Ranks that all wait for each other to receive; they do so no longer."""
+    def _send_later(self, now: float) -> list[int]:
+        """Ranks that all wait for each other to receive; from now on they do so no longer."""
         ready = [rank for rank, slots in enumerate(self.unsent) if slots]
         for rank in ready:
             self.unsent[rank].clear()
+            self.free_at[rank] = max(self.free_at[rank], now)
         return ready
 
     def _let_go(self, pair: tuple[int, int], now: float) -> list[int]:

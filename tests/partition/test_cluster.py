@@ -131,9 +131,9 @@ def test_hosts_of_other_speeds_are_kinds_as_far_as_profiles_say() -> None:
     assert found.levels == cluster.levels
     # One rank a host; one and two ranks; hosts whose ranks are not neighbours.
     for hosts, nodes in ((((0,), (1,)), "01"), (((0,), (1, 2)), "011"), (((0, 2), (1, 3)), "0101")):
-        cluster = Cluster.parse(f"{len(nodes)}:network=1GB/s")
+        cluster = Cluster.parse(f"{len(nodes)}:network=1GB/s@5us")
         found = with_host_speeds(cluster, hosts, [profile(1), profile(0.5)])
-        assert [level.size for level in found.levels] == [1, len(nodes)]
+        assert found.levels == (replace(cluster.levels[0], name="host", size=1), *cluster.levels)
         assert found.nodes == tuple(f"device {kind}" for kind in nodes)
         assert [kind.speed for kind in found.kinds] == [1.0, 2.0]
     with pytest.raises(ValueError, match=r"--profiles a: 1 for 3 hosts \(of ranks 0, 1; 2, 3; 4, 5\): expected one a"):

@@ -3,6 +3,7 @@
 Plans that choose over how many ranks sequences and experts are divided.
 """
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -70,7 +71,7 @@ def drawn(seed: int) -> tuple[Profile, Cluster, dict[str, Any]]:
     )
     ranks = rng.choice((2, 3))
     link = Level(name="net", size=ranks, bandwidth=rng.choice((2.0, 20.0)), latency=rng.choice((0.0, 0.1)))
-    cluster = Cluster(levels=(link,))
+    cluster = Cluster(levels=(replace(link, message_bandwidth=rng.choice((None, 9.0))),))
     return profile, cluster, {"global_batch": rng.randint(1, 3), "data_sizes": (1,), "chunk_sizes": (99,)}
 
 
@@ -89,9 +90,12 @@ def every_step(profile: Profile, cluster: Cluster, M: int) -> Iterator[float]:
                     [[sum(getattr(n, what) for n in own) * each for each in parts] * M for own in stages]
                     for what in ("forward_seconds", "backward_seconds")
                 ]
+                rate = len(lengths) * (way.message_bandwidth or math.inf)
+                sent = [0.0, *(own[-1].activation_bytes / rate for own in stages[:-1]), 0.0]
+                busy = [*map(sum, pairwise(sent))]
                 yield simulate(
                     build(name, num_ranks=P, num_microbatches=M, num_slices=len(lengths)),
-                    Costs(forward=rows[0], backward=rows[1], overhead=profile.action_seconds),
+                    Costs(forward=rows[0], backward=rows[1], overhead=profile.action_seconds, message_overhead=busy),
                     links(stages, lengths, way.latency, 1 / way.bandwidth),
                 ).makespan
 

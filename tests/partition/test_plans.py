@@ -333,6 +333,9 @@ def test_where_a_named_schedule_is_better_it_is_taken() -> None:
     assert (found.replicas, found.schedule) == ((4,), "1f1b")
     assert "more than the best named schedule" in " ".join(found.explain().split())
     assert any(each.label.startswith("pipe 4, joint search") for each in found.runners_up)
+    seconds = {"forward_seconds": 1.0, "backward_seconds": 2.0, "input_grad_seconds": 1.0, "weight_grad_seconds": 1.0}
+    whole = Profile(nodes=[Node(name="a", **seconds)])  # no message has a size
+    assert plan(whole, Cluster.parse("1:net=1GB/s"), global_batch=4, search="joint").simulated_step_time == 12
 
 
 def test_what_a_joint_search_does_not_know_is_refused_by_name() -> None:

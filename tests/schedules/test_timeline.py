@@ -259,6 +259,7 @@ def check_sums(timeline: Timeline) -> None:
     0.25,
     True,
 )
+@example((build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=2), Costs(forward=1.0)), 0.25, True)
 def test_a_rank_that_waits_for_its_own_message_to_leave_waits_for_a_transfer(
     case: tuple[Schedule, Costs], a_byte: float, meets: bool
 ) -> None:
@@ -266,6 +267,7 @@ def test_a_rank_that_waits_for_its_own_message_to_leave_waits_for_a_transfer(
     links = Links(network=Link(seconds_per_byte=a_byte, blocks=True, meets=meets), activation_bytes=1.0)
     timeline = simulate(schedule, costs, links)
     check_sums(timeline)
+    assert all(made <= arrived for rank in timeline.ranks for _, made, arrived in rank.comm)
     assert all(idle.unexplained == 0 for idle in attribute_idle(timeline))
     assert "unexplained" not in [kind.value for kind in critical_path(timeline).by_kind]
 
