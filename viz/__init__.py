@@ -1,27 +1,16 @@
 """Timelines as pages, figures and Perfetto traces. Pure: no torch; matplotlib loads when something is drawn."""
 
-from ..schedules.timing.timeline import MeasuredStep
-from .exhibit import Exhibit
-from .explorer import explorer_html, write_explorer
-from .figures import comparison_figure, render_comparison, render_timeline, timeline_figure, write_figure
-from .foreign import exhibit_of_traces
-from .notebook import show
-from .perfetto import read_perfetto, write_perfetto
-from .sheet import FigureStyle
-
-__all__ = [
-    "Exhibit",
-    "FigureStyle",
-    "MeasuredStep",
-    "comparison_figure",
-    "exhibit_of_traces",
-    "explorer_html",
-    "read_perfetto",
-    "render_comparison",
-    "render_timeline",
-    "show",
-    "timeline_figure",
-    "write_explorer",
-    "write_figure",
-    "write_perfetto",
-]
+from ..schedules.timing.timeline import MeasuredStep as MeasuredStep
+from .exhibit import Exhibit as Exhibit
+from .explorer import explorer_html as explorer_html
+from .explorer import write_explorer as write_explorer
+from .figures import comparison_figure as comparison_figure
+from .figures import render_comparison as render_comparison
+from .figures import render_timeline as render_timeline
+from .figures import timeline_figure as timeline_figure
+from .figures import write_figure as write_figure
+from .foreign import exhibit_of_traces as exhibit_of_traces
+from .notebook import show as show
+from .perfetto import read_perfetto as read_perfetto
+from .perfetto import write_perfetto as write_perfetto
+from .sheet import FigureStyle as FigureStyle

@@ -30,18 +30,11 @@ _SMALLEST_WORDS = 14.0  # height of a row from which on its peak is written [inc
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryPanel:
-    """Memory over time of one timeline of an exhibit, if its stages' bytes are known."""
+class _TimelineRows:
+    """A row per rank of one timeline under its caption."""
 
     caption: str
-    exhibit: Exhibit
     timeline: Timeline
-
-    @cached_property
-    def curves(self) -> dict[int, MemoryCurve]:
-        """By rank, without missing ones."""
-        found = self.exhibit.curves(self.timeline) or ()
-        return {rank: curve for rank, curve in enumerate(found) if rank not in self.timeline.missing}
 
     @property
     def length(self) -> float:
@@ -50,6 +43,19 @@ class MemoryPanel:
     @property
     def num_rows(self) -> int:
         return len(self.timeline.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPanel(_TimelineRows):
+    """Memory over time of one timeline of an exhibit, if its stages' bytes are known."""
+
+    exhibit: Exhibit
+
+    @cached_property
+    def curves(self) -> dict[int, MemoryCurve]:
+        """By rank, without missing ones."""
+        found = self.exhibit.curves(self.timeline) or ()
+        return {rank: curve for rank, curve in enumerate(found) if rank not in self.timeline.missing}
 
     def title(self, unit_name: str, unit: float) -> str:
         del unit_name, unit
@@ -123,19 +129,13 @@ UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimelinePanel:
+class TimelinePanel(_TimelineRows):
     """One timeline under its caption."""
 
-    caption: str
-    timeline: Timeline
     reference: TimelinePanel | None = None  # the panel with which it is compared, if any
     is_own: bool = False  # whether the reference is its own simulation, whose end is marked
     sampled: StepSamples | None = None  # of a simulation: steps with varying durations; `timeline` has their medians
     context: int = 1  # see Exhibit
-
-    @property
-    def length(self) -> float:
-        return self.timeline.makespan
 
     @property
     def seconds(self) -> float:
@@ -146,10 +146,6 @@ class TimelinePanel:
     def seconds_are(self) -> str:
         """Name of `seconds`: the caption, or the same with "predicted"."""
         return self.caption if self.sampled is None else f"{self.caption.removesuffix(SIMULATED)}{PREDICTED}"
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.timeline.ranks)
 
     @property
     def heading(self) -> str:

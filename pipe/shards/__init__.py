@@ -1,21 +1,14 @@
 """Data and tensor parallel groups around each stage: who holds which part of a tensor, and which module is cut how."""
 
-from .attention import Experts, Heads
-from .style import Style, StyleError
-from .styles import Column, Local, Row, Samples, Sequence, SummedGradients
-from .tensor_option import TensorStyles, read_tensor_parallel
-
-__all__ = [
-    "Column",
-    "Experts",
-    "Heads",
-    "Local",
-    "Row",
-    "Samples",
-    "Sequence",
-    "Style",
-    "StyleError",
-    "SummedGradients",
-    "TensorStyles",
-    "read_tensor_parallel",
-]
+from .attention import Experts as Experts
+from .attention import Heads as Heads
+from .style import Style as Style
+from .style import StyleError as StyleError
+from .styles import Column as Column
+from .styles import Local as Local
+from .styles import Row as Row
+from .styles import Samples as Samples
+from .styles import Sequence as Sequence
+from .styles import SummedGradients as SummedGradients
+from .tensor_option import TensorStyles as TensorStyles
+from .tensor_option import read_tensor_parallel as read_tensor_parallel

@@ -3,23 +3,16 @@
 Constraints(rules=...)  ──ground──>  relations, limits, filters  ──solve──>  Schedule, or the rules that contradict
 """
 
-from ..ir import Relation
-from .notation import B, F, I, Rule, SoFar, U, W, in_flight, in_order, only_if
-from .search import ContradictionError
-from .solve import Constraints
-
-__all__ = [
-    "B",
-    "Constraints",
-    "ContradictionError",
-    "F",
-    "I",
-    "Relation",
-    "Rule",
-    "SoFar",
-    "U",
-    "W",
-    "in_flight",
-    "in_order",
-    "only_if",
-]
+from ..ir import Relation as Relation
+from .notation import B as B
+from .notation import F as F
+from .notation import I as I
+from .notation import Rule as Rule
+from .notation import SoFar as SoFar
+from .notation import U as U
+from .notation import W as W
+from .notation import in_flight as in_flight
+from .notation import in_order as in_order
+from .notation import only_if as only_if
+from .search import ContradictionError as ContradictionError
+from .solve import Constraints as Constraints
