@@ -178,7 +178,7 @@ def _share(along: torch.Tensor, theirs: torch.Tensor, ours: torch.Tensor, count:
     """Share of a gradient (of 1 / (4 count) at least) in a difference, less its error. Rounding has no direction: of n
     elements about 1 / sqrt(n) of it is along a gradient, and their scatter is the error."""
     total = torch.zeros(6, dtype=torch.float64, device=theirs.device)
-    for parts in zip(*(x.detach().reshape(-1).split(_CHUNK) for x in (along, theirs, ours)), strict=True):
+    for parts in zip(*(torch.split(x.detach().reshape(-1), _CHUNK) for x in (along, theirs, ours)), strict=True):
         g, one, other = (x.double() for x in parts)
         both, square = (other - one) * g, g * g
         total += torch.stack([square.sum(), one @ one, both.sum(), both @ both, both @ square, square @ square])
