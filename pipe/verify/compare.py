@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -20,6 +21,8 @@ _CHUNK = 1 << 20  # elements, which bounds what is held in float64
 _SPREAD = 5.0  # of a gradient that is rounding alone, over the second most that it changed: 3.5 was seen
 _LEAST = 1e-4  # smaller values are compared as if this large: rounding alone, as the mean of a LayerNorm
 _FEWEST, _SURE = 64, 4.0  # elements that show a standard error; errors that are no chance
+
+_Again = Callable[[Callable[[Mapping[str, torch.Tensor]], None]], object]  # gives gradients of each microbatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +46,8 @@ def first_difference(
     stage_of: Mapping[str, str],
     suspects: Mapping[str, str],
     rounding: Callable[[str], float] = lambda _: 0.0,
-    count: int = 1,
-    closer: Callable[..., tuple[str, str] | None] = lambda *_: None,
+    summing: Callable[[str], float] = lambda _: 0.0,
+    closer: Callable[[Outcome, Outcome, float], tuple[str, str] | None] = lambda *_: None,
 ) -> str | None:
     """The first difference, from the loss backwards, with its likely cause; None if both agree.
 
@@ -52,11 +55,11 @@ def first_difference(
         tolerance: of the shortest type that the plain module computes in.
         stage_of: text for the stage of a parameter or buffer, by name.
         suspects: by module name, what the module does that a cut may lose; "" is the whole model.
-        rounding: see `changed_by_rounding`; only asked if a gradient differs.
-        count: number of microbatches; `closer` looks once more if nothing differs, as `one_of_many`.
+        rounding, summing: see `changed_by_rounding` and `changed_by_order`; only asked if a gradient differs.
+        closer: looks once more if nothing differs, as `one_of_many`.
     """
-    found = first_apart(plain, piped, tolerance, where="in the pipeline", rounding=rounding, count=count)
-    found = found or closer(plain, piped, tolerance, rounding, count)
+    found = first_apart(plain, piped, tolerance, where="in the pipeline", rounding=rounding, summing=summing)
+    found = found or closer(plain, piped, tolerance)
     if found is None:
         return None
     name, what = found
@@ -84,12 +87,13 @@ def first_apart(
     *,
     where: str,
     rounding: Callable[[str], float] = lambda _: 0.0,
-    count: int = 1,
+    summing: Callable[[str], float] = lambda _: 0.0,
 ) -> tuple[str, str] | None:
     """(name of a parameter or buffer, or "", text with {name}) of the first difference; of names that both have."""
     types = [g.dtype for g in plain.gradients.values() if g is not None]
     allowed = max(tolerance, *map(_tolerance, types), 0.0 if types else 1e-3) * max(abs(plain.loss), _LEAST)
-    if not abs(plain.loss - piped.loss) <= allowed and not (math.isnan(plain.loss) and math.isnan(piped.loss)):
+    is_close = math.isclose(plain.loss, piped.loss, rel_tol=0.0, abs_tol=allowed)  # as are two of inf
+    if not is_close and not (math.isnan(plain.loss) and math.isnan(piped.loss)):
         return "", f"the loss is {piped.loss:.6g}, and {plain.loss:.6g} in the plain module"
     for number, columns in enumerate(zip(plain.outputs or (), piped.outputs or (), strict=False)):
         floor = max(_LEAST, *map(size, columns[0]))
@@ -106,9 +110,9 @@ def first_apart(
             return name, f"{{name}} has no gradient {where}, and one in the plain module"
         if expected is None or given is None:
             continue
-        noise = Noise(partial(rounding, name), max(tolerance, _tolerance(expected.dtype)) * max(sizes))
-        summed = torch.finfo(expected.dtype).eps * math.sqrt(count)  # what sums in another order may be off by
-        if what := differs(expected, given, tolerance=max(tolerance, summed), floor=floor, noise=noise):
+        most = max(tolerance, _tolerance(expected.dtype)) * max(sizes)
+        noise = Noise(partial(rounding, name), most, partial(summing, name))
+        if what := differs(expected, given, tolerance=tolerance, floor=floor, noise=noise):
             return name, f"the gradient of {{name}} {what}"
     for name, ours in piped.buffers.items():
         what = differs(plain.buffers[name], ours, tolerance=tolerance) if name in plain.buffers else None
@@ -121,12 +125,12 @@ def one_of_many(
     plain: Outcome,
     piped: Outcome,
     tolerance: float,
+    *,
     rounding: Callable[[str], float],
     count: int,
-    *,
     losses: Mapping[int, tuple[float, float]],
     sums: Mapping[str, int],
-    again: Callable[[Callable[[Mapping[str, torch.Tensor]], None]], object],
+    again: _Again,
 ) -> tuple[str, str] | None:
     """(name, text) of the first difference as large as one of `count` microbatches, which may be less than rounding.
 
@@ -135,12 +139,15 @@ def one_of_many(
     """
     off = {k: abs(theirs - ours) for k, (theirs, ours) in losses.items()}
     usual = max([_LEAST, *(abs(theirs) for theirs, _ in losses.values())])
-    allowed = tolerance / 4 * usual + 8 * statistics.median_low([*off.values(), math.inf])  # rounding is in all
+    others = sorted(off.values(), reverse=True)[1 + len(off) // 8 :]  # where the forward rounds otherwise, many differ
+    allowed = tolerance / 4 * usual + 8 * max(others, default=math.inf)
     for k, (theirs, ours) in losses.items():
         if off[k] > allowed:
             return "", f"the loss of microbatch {k} is {ours:.6g}, and {theirs:.6g} in the plain module"
-    if off and abs(piped.loss - plain.loss) > 1e-6 * usual + statistics.fmean(off.values()):
+    if off and abs(piped.loss - plain.loss) > 1e-6 * usual + max(off.values()):
         return "", f"the loss is {piped.loss:.6g}, and {plain.loss:.6g} in the plain module, unlike the microbatches'"
+    # Where forwards round differently, all elements of a gradient are off alike, about as its loss is.
+    least = 0.5 + count * sum(off.values()) / (sum(abs(theirs) for theirs, _ in losses.values()) or 1.0)
     largest = max((size(x) for x in plain.gradients.values() if x is not None), default=0.0)
     doubtful = {
         name: (one, other)
@@ -150,16 +157,19 @@ def one_of_many(
         if count * sums[name] ** 3 * torch.finfo(one.dtype).eps < 4  # rounding loses one of more
         if 4 * count * size((other := other.to(one.device)) - one) > max(size(one), _BELOW_THE_LARGEST * largest)
     }
-    shares = {name: count * _share(pair[0], *pair, count) for name, pair in doubtful.items()}
+    shares = dict.fromkeys(doubtful, 0.0)
 
     def note(gradients: Mapping[str, torch.Tensor]) -> None:
         for name in doubtful.keys() & gradients.keys():
             shares[name] = max(shares[name], _share(gradients[name], *doubtful[name], count), key=abs)
 
+    for name, (one, _) in doubtful.items():
+        note({name: one / count})
     if doubtful:
         again(note)
     for name, pair in reversed(doubtful.items()):
-        if abs(shares[name]) > 0.5 and not Noise(partial(rounding, name), tolerance * largest).explains(*pair):
+        noise = Noise(partial(rounding, name), tolerance * largest)
+        if abs(shares[name]) > least and not noise.explains(*pair):
             return name, f"the gradient of {{name}} differs by about that of one of {count} microbatches"
     return None
 
@@ -167,11 +177,15 @@ def one_of_many(
 def _share(along: torch.Tensor, theirs: torch.Tensor, ours: torch.Tensor, count: int) -> float:
     """Share of a gradient (of 1 / (4 count) at least) in a difference, less its error. Rounding has no direction: of n
     elements about 1 / sqrt(n) of it is along a gradient, and their scatter is the error."""
-    g, one = along.detach().double(), theirs.double()
-    both = (ours - one) * g
-    squares = max(float(g.square().sum()), float(one.square().sum()) / (4 * count) ** 2) or 1.0
-    share = float(both.sum()) / squares
-    error = float((both - share * g.square()).norm()) / squares
+    total = torch.zeros(6, dtype=torch.float64, device=theirs.device)
+    for parts in zip(*(torch.split(x.detach().reshape(-1), _CHUNK) for x in (along, theirs, ours)), strict=True):
+        g, one, other = (x.double() for x in parts)
+        both, square = (other - one) * g, g * g
+        total += torch.stack([square.sum(), one @ one, both.sum(), both @ both, both @ square, square @ square])
+    squares, whole, sum_, bb, bs, ss = total.tolist()
+    squares = max(squares, whole / (4 * count) ** 2) or 1.0
+    share = sum_ / squares
+    error = math.sqrt(max(bb - 2 * share * bs + share**2 * ss, 0.0)) / squares
     return math.copysign(max(abs(share) - _SURE * error, 0.0), share)
 
 
@@ -181,6 +195,7 @@ class Noise:
 
     measured: Callable[[], float] = float
     most: float = 0.0
+    summed: Callable[[], float] = float  # that a difference may be, whatever the values
 
     def explains(self, *values: torch.Tensor) -> bool:
         largest = max(map(size, values))
@@ -222,6 +237,19 @@ def changed_by_rounding(
     return lambda name: measured().get(name, 0.0)
 
 
+def changed_by_order(run: _Again, count: int) -> Callable[[str], float]:
+    """Function from a gradient's name to what its sum over `count` microbatches may be off by in another order: several
+    standard errors, also where the sum is far smaller than its parts. Measured when first asked."""
+
+    @cache
+    def measured() -> Any:
+        found: Any = Counter()
+        run(lambda parts: found.update({name: size(x) * torch.finfo(x.dtype).eps for name, x in parts.items()}))
+        return found
+
+    return lambda name: math.sqrt(count) / 2 * float(measured()[name])
+
+
 def rounded(x: torch.Tensor, rounding: float, number: int = 0) -> torch.Tensor:
     """`x`, changed by up to this share: each element by another one, in each numbered sample; not types of one byte."""
     if not rounding or x.itemsize == 1 or not (x.is_floating_point() or x.is_complex()):
@@ -257,9 +285,9 @@ def differs(
         return None
     if not torch.equal(one.isfinite(), other.isfinite()):
         return "has inf or nan in other places than the plain module's"
-    if noise is not None and noise.explains(one, other):
-        return None
     apart = size(torch.where(one == other, torch.zeros_like(one), one - other))
+    if noise is not None and (apart <= noise.summed() or noise.explains(one, other)):
+        return None
     return f"differs from the plain module's by up to {apart:.3g} (largest element there: {size(one):.3g})"
 
 

@@ -189,7 +189,7 @@ class PlainModule:
                     finally:
                         seeder.end()
                     self.losses[k] = float(loss.detach()) / float(count or 1.0)
-                    total += self.losses[k] * items
+                    total += float(loss.detach()) * (items if count is None else 1.0)
                     counts += items
                     if each is not None:
                         each(_taken({}, roots, self._divisors[number] * loss_scale))

@@ -30,7 +30,7 @@ from ..run.evaluation import Evaluation
 from ..settings.given import Given
 from ..telling import tell
 from ..update.gradients import added, clip_factor
-from .compare import Outcome, changed_by_rounding, first_difference, one_of_many
+from .compare import Outcome, changed_by_order, changed_by_rounding, first_difference, one_of_many
 from .parts import Regions, UnitsBeside
 from .plain import NotVerifiableError, PlainModule, Watch
 
@@ -298,9 +298,10 @@ class Verifier:
             adders = {len(ranks) for ranks in self._update.schedule.owners}
             adders |= {1} if self._is_alone and self._update.schedule.is_asynchronous else set()  # as here
             sums = {name: len(stages) * parts * len(adders) for name, stages in self._ownership.stages.items()}
-            many = partial(one_of_many, losses=losses, sums=sums, again=partial(sample, 0))
-            rounding, count = changed_by_rounding(outcome.gradients, sample, seconds=limit), len(microbatches)
-            return self._difference(outcome, piped, watch, rounding=rounding, count=count, closer=many)
+            more: dict[str, Any] = {"rounding": changed_by_rounding(outcome.gradients, sample, seconds=limit)}
+            again, count = partial(sample, 0), len(microbatches)
+            many = partial(one_of_many, **more, count=count, losses=losses, sums=sums, again=again)
+            return self._difference(outcome, piped, watch, **more, summing=changed_by_order(again, count), closer=many)
 
     def _microbatches(self, batches: Sequence[Given]) -> list[tuple[int, Given]]:
         """All microbatches by number, in order: microbatch j of data replica q is number j D + q."""

@@ -1,6 +1,5 @@
 """`verify` where the pipeline does not compute what the plain module does: the difference is named with its cause."""
 
-import itertools
 import math
 import random
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from support.inside import (
     first_difference,
     graph_of,
     in_order,
-    one_of_many,
     tolerance_of,
 )
 from support.inside import CompareOutcome as Outcome
@@ -390,59 +388,3 @@ def test_one_sample_alone_says_nothing_and_none_begins_late(seconds: float, numb
 
     allowed = changed_by_rounding({"0.bias": torch.zeros(1)}, sample, seconds=seconds)
     assert (allowed("0.bias"), asked) == (share, numbers)
-
-
-# --- one microbatch of many: less than tolerances, and than the rounding of sums in bfloat16 ---
-
-
-def many(count: int, dtype: torch.dtype, **options: Any) -> tuple[PipelineModule, Tensor, Tensor]:
-    """A pipeline whose microbatches have much the same gradients, and a batch."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 8))
-    x, y = 1 + 0.1 * torch.randn(count, 16), 1 + 0.1 * torch.randn(count, 8)
-    if dtype != torch.float16:  # of which there may be no weights
-        net, x, y = net.to(dtype), x.to(dtype), y.to(dtype)
-    return piped(net, num_microbatches=count, precision="fp16" if dtype == torch.float16 else None, **options), x, y
-
-
-def hook(fault: str, count: int) -> Callable[[Tensor], Tensor]:
-    factors = {"dropped": {count // 3: 0.0}, "doubled": {count - 1: 2.0}, "scaled": {}}[fault]
-    usual, calls = 1 - (fault == "scaled") / count, itertools.count()
-    return lambda gradient: gradient * factors.get(next(calls), usual)
-
-
-@pytest.mark.thorough(but=["dropped-128-dtype1-0.", "scaled-64-dtype0-"])
-@pytest.mark.parametrize("stage", ["0.", ""])
-@pytest.mark.parametrize(("count", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (256, torch.float16)])
-@pytest.mark.parametrize("fault", ["dropped", "doubled", "scaled"])
-def test_one_microbatch_of_many_is_found(
-    fault: str, count: int, dtype: torch.dtype, stage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipe, x, y = many(count, dtype)
-    assert pipe.verify(x, y).num_gradients == 6
-    for name, parameter in pipe.named_parameters():
-        if name.startswith(stage):
-            parameter.register_hook(hook(fault, count))
-    monkeypatch.setattr("torch.Tensor.register_hook", lambda self, hook: None)  # the copy's
-    with pytest.raises(VerificationError, match=f"by about that of one of {count} microbatches"):
-        pipe.verify(x, y)
-
-
-def sums_apart() -> int:
-    pipe, x, y = many(128, torch.bfloat16, mesh={"pipe": 1, "data": 2})
-    return pipe.verify(x, y).num_gradients
-
-
-@pytest.mark.thorough
-def test_replicas_add_up_apart(gloo: Pool) -> None:
-    """In bfloat16, a sum of 256 gradients and two of 128 differ by more than one of them."""
-    assert gloo.run(sums_apart, ranks=2) == [6, 6]
-
-
-@pytest.mark.parametrize(("last", "total", "told"), [(3, 2, ""), (3.1, 2.03, "microbatch 2 is"), (3, 1.99, "is 1.99")])
-def test_losses_of_microbatches_are_compared(last: float, total: float, told: str) -> None:
-    plain, piped = (Outcome(loss=loss, gradients={}, buffers={}, outputs=None) for loss in (2.0, total))
-    losses = {0: (1.0, 1.0), 1: (2.0, 2.0), 2: (3.0, last)}
-    _, found = one_of_many(plain, piped, 5e-2, float, 3, losses=losses, sums={}, again=print) or ("", "")
-    assert told in found
-    assert bool(told) == bool(found)
