@@ -236,7 +236,7 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
         grad_scaler=scaler,
         compile=read_compile(precision.compile),
         device=device,
-        **{each.name: getattr(given, each.name) for each in fields(given) if each.name not in _READ},
+        **{each.name: getattr(given, each.name) for each in fields(GivenOptions) if each.name not in _READ},
     )
 
 
