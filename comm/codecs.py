@@ -17,11 +17,12 @@ Values that are not finite stay so, and leave no trace in the memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -127,14 +128,9 @@ class LinkCodecs:
         """Whether a codec keeps something for the next tensor."""
         return any(each is not None and each.kind != "int8" for each in (self.data, *self.boundaries.values()))
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[object]:
         """Context in which everything is sent unpacked and uncounted; nothing may be in flight at either end."""
-        self.is_paused = True
-        try:
-            yield
-        finally:
-            self.is_paused = False
+        return patch.object(self, "is_paused", True)
 
     def of(self, message: Message) -> Codec | None:
         return None if self.is_paused else self.boundaries.get(message[:3])

@@ -10,6 +10,8 @@ global microbatch t*M + k (batch t), that of an update its update group. Where m
 the sequence, it counts slices: k*n + q is slice q of microbatch k.
 """
 
+# ruff: noqa: PLC0414 (names under their own are given out)
+
 from __future__ import annotations
 
 import json
@@ -17,18 +19,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from .actions import (
-    BACKWARD_OPS,
-    COMPUTE_OPS,
-    LAST_USES,
-    MOVE_OPS,
-    Action,
-    Collective,
-    Op,
-    Relation,
-    ScheduleError,
-)
-from .needs import Edge, Needs, chain, check_edges, read_edges
+from .actions import BACKWARD_OPS as BACKWARD_OPS
+from .actions import COMPUTE_OPS as COMPUTE_OPS
+from .actions import LAST_USES as LAST_USES
+from .actions import MOVE_OPS as MOVE_OPS
+from .actions import Action as Action
+from .actions import Collective as Collective
+from .actions import Op as Op
+from .actions import Relation as Relation
+from .actions import ScheduleError as ScheduleError
+from .needs import Edge as Edge
+from .needs import Needs, check_edges, read_edges
+from .needs import chain as chain
 from .overlap import pairs_in, read_pairs, refuse_apart
 from .placement import ascending_owners, read_owners, read_placed
 from .text import (
@@ -45,22 +47,6 @@ from .text import (
 )
 from .weight_rules import RULES, WeightRule
 from .wording import count
-
-__all__ = [
-    "BACKWARD_OPS",
-    "COMPUTE_OPS",
-    "LAST_USES",
-    "MOVE_OPS",
-    "Action",
-    "Collective",
-    "Edge",
-    "Op",
-    "Relation",
-    "Schedule",
-    "ScheduleError",
-    "chain",
-    "fitting_owners",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
+from torch.utils import checkpoint as torchs
 
 _MISSING = object()
 
@@ -44,3 +46,16 @@ class Calls:
             yield
         finally:
             self.end()
+
+
+@contextmanager
+def checkpoints_as(plain: Callable[..., Any], reentrant: Callable[..., Any]) -> Iterator[None]:
+    """Within, torch.utils.checkpoint has these in place of its own: `plain`, a generator that runs the function where
+    it yields, and for use_reentrant=True `reentrant`, called with the function and preserve_rng_state first."""
+    own, others = vars(torchs), (plain, SimpleNamespace(apply=reentrant))
+    before = {name: own[name] for name in ("_checkpoint_without_reentrant_generator", "CheckpointFunction")}
+    own.update(zip(before, others, strict=True))
+    try:
+        yield
+    finally:
+        own.update(before)

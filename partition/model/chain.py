@@ -9,7 +9,7 @@ unit 1: shared.append(x)            unit 3: y + shared.pop()            (1, 3) b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -274,12 +274,10 @@ def _enter_in_order(units: Sequence[nn.Module], enter: Callable[[int], None]) ->
         if at is not None:
             enter(at)
 
-    handles = [unit.register_forward_pre_hook(hook) for unit in {id(unit): unit for unit in units}.values()]
-    try:
+    with ExitStack() as stack:
+        for unit in dict.fromkeys(units):
+            stack.enter_context(unit.register_forward_pre_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # Two units, by number, and what the second takes that the first made, was given or changed.

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -302,11 +303,8 @@ def _attending(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     fused: Any = F.scaled_dot_product_attention  # by that name, since a mode does not see what functions of torch call
     if torch.compiler.is_compiling() or isinstance(fused, partial):
         return forward(*args, **kwargs)
-    F.scaled_dot_product_attention = partial(_attention, fused)
-    try:
+    with patch.object(F, "scaled_dot_product_attention", partial(_attention, fused)):
         return forward(*args, **kwargs)
-    finally:
-        F.scaled_dot_product_attention = fused
 
 
 def _attention(fused: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -57,15 +58,9 @@ def changing_hook(module: nn.Module, kinds: Collection[str] = tuple(_GIVEN)) -> 
     return None
 
 
-@contextmanager
-def quiet_fakes() -> Iterator[None]:
+def quiet_fakes() -> AbstractContextManager[object]:
     """Fake tensors log a traceback before they raise: the error says it better."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+    return patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 @contextmanager

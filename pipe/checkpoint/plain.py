@@ -39,7 +39,7 @@ from ..stage.own_state import EXTRA, keys_of, tensors_of
 from .files import OwnCheckpoints, flushed
 from .manifest import model_key, optimizer_key
 from .persist import persist
-from .reader import Checkpoint
+from .reader import Checkpoint, some_of
 from .saved_optimizers import SavedOptimizers
 from .snapshot import HeldPiece, Snapshot
 from .tensor_file import Entry, MappedFile, load_saved, plain_file, write_tensors
@@ -291,8 +291,8 @@ def take_weights(root: nn.Module, weights: Weights, undo: ExitStack) -> None:
     unexpected = sorted(stored.keys() - known)
     if missing or unexpected:
         raise ValueError(
-            f"weights of {where}: missing {_some(missing)}, unexpected {_some(unexpected)}: expected the "
-            f"{len(tensors)} names of the model's state_dict()"
+            f"weights of {where}: missing {some_of(missing, 'none')}, unexpected {some_of(unexpected, 'none')}: "
+            f"expected the {len(tensors)} names of the model's state_dict()"
         )
     by_id = {id(x): x for x in tensors.values()}
     for key, x in by_id.items():
@@ -407,10 +407,6 @@ def _start(tied: Sequence[Sequence[str]], stored: Mapping[str, _Stored]) -> str:
         return ""
     starts = (key.removesuffix(name) for name in tied[0] for key in stored if key.endswith(f".{name}"))
     return next((start for start in starts if all(any(start + name in stored for name in names) for names in tied)), "")
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{[*names[:5]]}{f' and {len(names) - 5} more' if len(names) > 5 else ''}" if names else "none"
 
 
 def _read_as(read: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -260,3 +260,7 @@ class ProcessState:
             )
         found: Mapping[str, Any] | None = place
         return found
+
+
+def some_of(names: Sequence[str], nothing: str = "nothing") -> str:
+    return f"{[*names[:5]]}{f' and {len(names) - 5} more' if len(names) > 5 else ''}" if names else nothing

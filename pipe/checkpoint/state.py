@@ -32,7 +32,7 @@ from ..update.interface import Update
 from .files import OwnCheckpoints
 from .manifest import model_key
 from .persist import Processes, SaveResult, persist
-from .reader import Checkpoint, ProcessState, lost_text, read_together
+from .reader import Checkpoint, ProcessState, lost_text, read_together, some_of
 from .saved_optimizers import SavedOptimizers
 from .snapshot import HasState, Snapshot, Writers, held, rule_of, take_snapshot
 
@@ -363,10 +363,6 @@ def _differing(missing: Sequence[str], unknown: Sequence[str], own: Sequence[str
     near = [(name, close[0]) for name in unknown if (close := difflib.get_close_matches(name, own, n=1))]
     hint = f"; its {near[0][0]!r} looks like {near[0][1]!r}" if near else ""
     return (
-        f"it lacks {_shown(missing)} and has {_shown(unknown)}, which the model has not: expected the model's original "
-        f"names{hint}"
+        f"it lacks {some_of(missing)} and has {some_of(unknown)}, which the model has not: expected the model's "
+        f"original names{hint}"
     )
-
-
-def _shown(names: Sequence[str]) -> str:
-    return f"{list(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}" if names else "nothing"

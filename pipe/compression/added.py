@@ -243,7 +243,7 @@ class Compression(Addition):
         is_on = self.codecs.data is not None and not self.codecs.is_paused
         return partial(begin_packed_sum, self.codecs) if is_on else None
 
-    def exact(self) -> AbstractContextManager[None]:
+    def exact(self) -> AbstractContextManager[object]:
         return self.codecs.paused()
 
     def loaded(self) -> None:

@@ -89,10 +89,6 @@ def _tensor_parallel(name: str, *, plan: Mapping[str, Any]) -> tuple[str, dict[s
     return "tensor_parallel", {escape(f"{name}.{below}".strip(".")): how for below, how in plan.items()}
 
 
-def _cut(name: str) -> tuple[str, list[str]]:
-    return "cut", [name]
-
-
 # replace
 
 
@@ -234,7 +230,7 @@ KINDS: Mapping[str, EditKind] = MappingProxyType(
     {
         "checkpoint": EditKind(_check_operators, option=_recompute, excludes=("keep_less",)),
         "shard": EditKind(_check_names, option=_tensor_parallel),
-        "cut": EditKind(option=_cut),
+        "cut": EditKind(option=lambda name: ("cut", [name])),
         "replace": EditKind(_check_part, _replace),
         "compile": EditKind(_check_backend, _compile, excludes=("keep_less",)),
         "dtype": EditKind(_check_own, _convert),

@@ -10,7 +10,7 @@ A flag is read on the host, which synchronizes a CUDA device: so there are flags
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,18 +59,24 @@ def _reached(outputs: Sequence[torch.Tensor], leaves: Tensors) -> set[int]:
     """Numbers of the leaves that certainly get a gradient if all of these outputs do."""
     number = {id(leaf): i for i, leaf in enumerate(leaves) if leaf.requires_grad}
     found = {number[id(x)] for x in outputs if id(x) in number}
-    pending: list[Any] = [x.grad_fn for x in outputs if x.grad_fn is not None]
-    seen = set(pending)
-    while pending and len(found) < len(number):
-        node = pending.pop()
+    for node in _nodes(outputs, _gives_all) if number else ():
         variable = getattr(node, "variable", None)  # a leaf, where a path ends
         if id(variable) in number:
             found.add(number[id(variable)])
-        for ahead, _ in node.next_functions if _gives_all(node) else ():
-            if ahead is not None and ahead not in seen:
-                seen.add(ahead)
-                pending.append(ahead)
+        if len(found) == len(number):
+            break
     return found
+
+
+def _nodes(outputs: Sequence[torch.Tensor], goes_on: Callable[[Any], bool]) -> Iterator[Any]:
+    """Nodes of the graph behind these outputs, but none behind one where it does not go on."""
+    pending: list[Any] = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    seen = {None, *pending}
+    while pending:
+        yield (node := pending.pop())
+        fresh = [ahead for ahead, _ in node.next_functions if ahead not in seen] if goes_on(node) else []
+        seen.update(fresh)
+        pending += fresh
 
 
 def _gives_all(node: object) -> bool:
@@ -102,15 +108,9 @@ def unpack(message: Tensors) -> Gradients:
 
 
 def float16_gradients(outputs: Sequence[torch.Tensor], names: Mapping[int, str]) -> str | None:
-    pending: list[Any] = [x.grad_fn for x in outputs if x.grad_fn is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
+    for node in _nodes(outputs, lambda node: True):
         if any(spec.dtype is torch.float16 for spec in getattr(node, "_input_metadata", ())):
             return _near(node, names)
-        fresh = [ahead for ahead, _ in node.next_functions if ahead is not None and ahead not in seen]
-        seen.update(fresh)
-        pending += fresh
     return None
 
 

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -176,11 +177,8 @@ class Seeder:
     @contextmanager
     def drawing_apart(self) -> Iterator[Callable[[], bool]]:
         """Context whose function returns whether anything was drawn in a region of divided tensors."""
-        self._drew_apart = False
-        try:
+        with patch.object(self, "_drew_apart", False):
             yield lambda: bool(self._drew_apart)
-        finally:
-            self._drew_apart = None
 
     def state(self) -> Sequence[Any]:
         """States of the generators within a unit, for `resume`; outside of actions those of the user's."""

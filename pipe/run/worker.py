@@ -194,9 +194,7 @@ class Worker(ABC):
             assert x is not None
             inputs.append(x)
         assert part.inputs is not None, f"microbatch {index} belongs to another data replica"
-        for slot in part.inferred.stages[s].model_slots:
-            inputs.append(part.inputs[slot])
-        return inputs
+        return inputs + [part.inputs[slot] for slot in part.inferred.stages[s].model_slots]
 
     def _take_in(self, wire: Wire, index: int) -> Gradients:
         """Activations of the inbox, for one of their consumers; the last one removes the entry."""

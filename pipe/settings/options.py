@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -59,6 +59,7 @@ _CALLED = {  # options that are called: number of arguments, and an example
     "lr_scheduler": (1, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)"),
     "on_step": (1, "lambda record: print(record.loss)"),
 }
+_READ = ("model", "schedule", "cut", "mesh", "recompute", "loss_fn", "device")  # the others are kept as given
 _APPLIED = ("lr_scheduler", "correction", "max_grad_norm", "grad_scaler", "flush_first")
 _VERIFY: Kind[float] = Kind(
     "'first' (the first batch, where a copy of the model fits), True (the first batch), a whole number N of at least 1 "
@@ -235,18 +236,7 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
         grad_scaler=scaler,
         compile=read_compile(precision.compile),
         device=device,
-        num_microbatches=given.num_microbatches,
-        num_chunks=given.num_chunks,
-        optimizer=given.optimizer,
-        lr_scheduler=given.lr_scheduler,
-        max_grad_norm=given.max_grad_norm,
-        precision=given.precision,
-        example_inputs=given.example_inputs,
-        verify=given.verify,
-        on_step=given.on_step,
-        seed=given.seed,
-        timeout=given.timeout,
-        weights=given.weights,
+        **{each.name: getattr(given, each.name) for each in fields(GivenOptions) if each.name not in _READ},
     )
 
 

@@ -18,9 +18,8 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,8 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils import checkpoint as checkpoints
 
+from ...partition.model.calls import checkpoints_as
 from ...partition.model.forms import tensors_in
 from ...partition.model.made_up import is_made_up
 from ...partition.model.untouched import StateSnapshot
@@ -349,18 +348,7 @@ def _called_instead(experts: Sequence[nn.Module], call: Callable[[int, Tensor], 
             "a module that calls experts has a torch.utils.checkpoint inside: expected it around, or recompute="
         )
 
-    before = [expert.__dict__.get("forward") for expert in experts]
-    for number, expert in enumerate(experts):
-        expert.__dict__["forward"] = partial(instead, number)
-    try:
-        with (
-            patch.object(checkpoints, "_checkpoint_without_reentrant_generator", refuse),
-            patch.object(checkpoints, "CheckpointFunction", SimpleNamespace(apply=refuse)),
-        ):
-            yield
-    finally:
-        for expert, forward in zip(experts, before, strict=True):
-            if forward is None:
-                del expert.__dict__["forward"]
-            else:
-                expert.__dict__["forward"] = forward
+    with checkpoints_as(refuse, refuse), ExitStack() as stack:
+        for number, expert in enumerate(experts):
+            stack.enter_context(patch.object(expert, "forward", partial(instead, number)))
+        yield

@@ -6,7 +6,7 @@ import copy
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -189,16 +189,13 @@ def _alone(experts: Sequence[nn.Module]) -> Iterator[None]:
         take(expert)
         return found
 
-    hooks = [hook for x in experts for hook in (x.register_forward_pre_hook(give), x.register_forward_hook(halves))]
-    try:
+    with ExitStack() as stack:
         for expert in experts:
+            stack.callback(give, expert, None)
+            stack.enter_context(expert.register_forward_pre_hook(give))
+            stack.enter_context(expert.register_forward_hook(halves))
             take(expert)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for expert in experts:
-            give(expert, None)
 
 
 def _by_members(style: StackedExperts, module: nn.Module, args: Sequence[Tensor], count: int) -> Tensor:

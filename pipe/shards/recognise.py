@@ -13,9 +13,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -275,15 +277,11 @@ class _Trial:
 
     def _run(self, forwards: Mapping[str, Callable[[Any], Any]]) -> Any:
         args, kwargs = self._call
-        for name, forward in forwards.items():
-            self._children[name].forward = forward
-        try:
+        with suppress(Exception), ExitStack() as stack:  # of the user's forward for made-up inputs
+            for name, forward in forwards.items():
+                stack.enter_context(patch.object(self._children[name], "forward", forward))
             return self._module(*args, **kwargs)
-        except Exception:  # of the user's forward for made-up inputs
-            return None
-        finally:
-            for name in forwards:
-                del self._children[name].forward
+        return None
 
 
 def _numbers(module: nn.Module) -> dict[str, int]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any, Self
 from unittest.mock import patch
 
@@ -23,6 +23,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torchs
 
+from ...partition.model.calls import checkpoints_as
 from .tokens import Tokens, running
 
 attention = F.scaled_dot_product_attention
@@ -270,8 +271,7 @@ class _Resumed:
             return self._run(*args, **kwargs)
 
 
-@contextmanager
-def _checkpoints(mode: AttentionMode) -> Iterator[None]:
+def _checkpoints(mode: AttentionMode) -> AbstractContextManager[None]:
     """Context in which functions of checkpoints run in the mode when they run again, too."""
     generator, function = torchs._checkpoint_without_reentrant_generator, torchs.CheckpointFunction
 
@@ -281,8 +281,4 @@ def _checkpoints(mode: AttentionMode) -> Iterator[None]:
     def reentrant(run: Callable[..., Any], *args: Any) -> Any:
         return function.apply(_Resumed(run, mode, is_called_first=True), *args)  # type: ignore[no-untyped-call]
 
-    with (
-        patch.object(torchs, "_checkpoint_without_reentrant_generator", without_reentrance),
-        patch.object(torchs, "CheckpointFunction", SimpleNamespace(apply=reentrant)),
-    ):
-        yield
+    return checkpoints_as(without_reentrance, reentrant)

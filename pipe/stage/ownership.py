@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from math import prod
 from types import FrameType
 from typing import Any, SupportsIndex, TypeVar
+from unittest.mock import patch
 from weakref import WeakSet
 
 import torch
@@ -176,11 +177,8 @@ class Ownership:
 
     @contextmanager
     def asks(self) -> Iterator[nn.Module]:
-        before, self.reads_state = self.reads_state, True
-        try:
+        with patch.object(self, "reads_state", True):
             yield self.model.root
-        finally:
-            self.reads_state = before
 
     def keys(self) -> dict[str, str]:
         with self.asks() as root:

@@ -24,9 +24,8 @@ meanwhile is computed again. Writes into its memory are found
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +34,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...partition.model.calls import Calls
+from ...partition.model.calls import Calls, checkpoints_as
 from ...partition.model.forms import tensors_in
 from ...partition.model.keep_less import in_checkpoint, without_activations
 from ...partition.model.memory import Operations, memory_of, parts_of, written
@@ -157,19 +156,9 @@ class _Rerun:
         return value
 
 
-@contextmanager
-def no_checkpoints_inside() -> Iterator[None]:
+def no_checkpoints_inside() -> AbstractContextManager[None]:
     """Context in which torch.utils.checkpoint only calls: code that is recomputed as a whole saves nothing."""
-    names = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
-    before = {name: getattr(torchs, name) for name in names}
-    reentrant = SimpleNamespace(apply=lambda function, preserve, *args: function(*args))
-    for name, plain in zip(names, (_without_saving, reentrant), strict=True):
-        setattr(torchs, name, plain)
-    try:
-        yield
-    finally:
-        for name, own in before.items():
-            setattr(torchs, name, own)
+    return checkpoints_as(_without_saving, lambda function, preserve, *args: function(*args))
 
 
 def _without_saving(*args: Any, **kwargs: Any) -> Iterator[None]:

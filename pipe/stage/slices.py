@@ -140,10 +140,8 @@ class KVCache:
         self._num_slices = num_slices
         self._kept: dict[tuple[int, int], KeptCalls] = {}
 
-    @contextmanager
-    def forward(self, stage: int, index: int, span: TokenSpan) -> Iterator[None]:
-        with over_slices(self._kept.setdefault((stage, index // self._num_slices), {}), span):
-            yield
+    def forward(self, stage: int, index: int, span: TokenSpan) -> AbstractContextManager[None]:
+        return over_slices(self._kept.setdefault((stage, index // self._num_slices), {}), span)
 
     @contextmanager
     def backward(self, stage: int, index: int, span: TokenSpan) -> Iterator[None]:

@@ -188,7 +188,10 @@ class FlushUpdate(Update):
         self.gate.enter()
         for part in self.shards.parts.values():
             part.follow()
-        self._step_optimizers(known.loss, skipped)
+        for recorder, optimizer in self._steppers:
+            start = recorder.clock.stamp()
+            optimizer.step(known.loss, skipped=skipped)
+            recorder.action(Action(optimizer.stage, Op.U, 0), start, recorder.clock.stamp())
         if not self.shards.apart:
             self.shards.gather()
         return known._replace(grad_norm=norm, skipped=skipped)
@@ -207,12 +210,6 @@ class FlushUpdate(Update):
         self._prepared, self._known, self._before = None, None, []
         for parameter in self._parameters:
             parameter.grad = None
-
-    def _step_optimizers(self, loss: float | None, skipped: bool) -> None:
-        for recorder, optimizer in self._steppers:
-            start = recorder.clock.stamp()
-            optimizer.step(loss, skipped=skipped)
-            recorder.action(Action(optimizer.stage, Op.U, 0), start, recorder.clock.stamp())
 
     def _unscale(self) -> bool:
         scale = self.loss_scale

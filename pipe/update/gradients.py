@@ -78,15 +78,6 @@ def check_norm_type(norm_type: object) -> float:
     return float(value)
 
 
-def refuse_sparse(names: Sequence[str], gradients: Grads) -> None:
-    for name, gradient in zip(names, gradients, strict=True):
-        if gradient is not None and gradient.is_sparse:
-            raise ValueError(
-                f"the gradient of {name!r} is sparse, and ranks that hold copies of it (replicas, tied weights) would "
-                f"have to add it up: expected a dense one, as of F.embedding(..., sparse=False)"
-            )
-
-
 def refuse_sparse_modules(root: nn.Module, shared: Collection[str]) -> None:
     """ValueError for an embedding with sparse gradients whose weight is one of these, which ranks add up."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
@@ -103,8 +94,7 @@ def refuse_sparse_modules(root: nn.Module, shared: Collection[str]) -> None:
 
 def clip_factor(*, norm: float, max_norm: float) -> float:
     """Factor by which torch.nn.utils.clip_grad_norm_ multiplies gradients of this global norm: NaN for NaN."""
-    factor = max_norm / (norm + 1e-6)
-    return 1.0 if factor > 1.0 else factor
+    return min(max_norm / (norm + 1e-6), 1.0)
 
 
 def clip_gradients(gradients: Iterable[torch.Tensor | None], *, norm: float, max_norm: float) -> None:
@@ -114,7 +104,12 @@ def clip_gradients(gradients: Iterable[torch.Tensor | None], *, norm: float, max
 def flags_of(names: Sequence[str], gradients: Grads, note: Sequence[float], *, device: torch.device) -> torch.Tensor:
     """[n + note] float64: 1 where there is a gradient, else 0, then the note. Raises ValueError for a sparse one. A
     gradient that no rank has stays None, since optimizers skip such a parameter."""
-    refuse_sparse(names, gradients)
+    for name, gradient in zip(names, gradients, strict=True):
+        if gradient is not None and gradient.is_sparse:
+            raise ValueError(
+                f"the gradient of {name!r} is sparse, and ranks that hold copies of it (replicas, tied weights) would "
+                f"have to add it up: expected a dense one, as of F.embedding(..., sparse=False)"
+            )
     flags = [float(gradient is not None) for gradient in gradients]
     return torch.tensor([*flags, *note], dtype=torch.float64, device=device)
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -171,15 +172,10 @@ class StageOptimizers:
         this rank's shard of the parameter in training."""
         return self.parts[name].shard(of) if name in self.parts else of
 
-    @contextmanager
-    def held_back(self, take: Callable[[str, torch.Tensor | None], None]) -> Iterator[None]:
+    def held_back(self, take: Callable[[str, torch.Tensor | None], None]) -> AbstractContextManager[object]:
         """Context in which `take` gets each parameter's name and gradient (the part's of a divided one) instead of a
         step; weights and rates do not change."""
-        self._take = take
-        try:
-            yield
-        finally:
-            self._take = None
+        return patch.object(self, "_take", take)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return any(parameter is tensor for parameter in self._held())

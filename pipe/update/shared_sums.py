@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -98,16 +97,11 @@ class SharedSum:
                 left = [(i, parameters[i].grad) for i in self._total.buckets[at]]
                 self._made |= {i: (gradient, gradient._version) for i, gradient in left if gradient is not None}
 
-        hooks: list[Any] = [
-            parameters[i].register_post_accumulate_grad_hook(partial(made, i))  # type: ignore[no-untyped-call]
-            for i in self._holder
-            if parameters[i].requires_grad  # frozen since
-        ]
-        try:
+        with ExitStack() as stack:
+            for i in self._holder:
+                if parameters[i].requires_grad:  # frozen since
+                    stack.enter_context(parameters[i].register_post_accumulate_grad_hook(partial(made, i)))  # type: ignore[no-untyped-call]
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         if self._made_once is None and max(counts.values(), default=0) > 1:
             self._made_once = False
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ..checks import check, check_lowered
 from ..ir import Action, Op, Schedule, ScheduleError
@@ -137,42 +138,40 @@ def _calls(schedule: Schedule, rank: int) -> list[int]:
     return calls[: begin + length] + [N] * (len(calls) - begin - length)
 
 
+_Moved = TypeVar("_Moved", bound=Work | Message)
+
+
 def _moved(schedule: Schedule, program: RankProgram, batches: int, first_batch: int | None) -> RankProgram:
     """The program shifted by so many batches, without the parts of batches before `first_batch`."""
 
-    def index(old: Work | Message) -> int | None:
+    def shifted(old: _Moved) -> _Moved | None:
         size = indices_per_batch(schedule, old)
         new = old.index + batches * size
-        return new if first_batch is None or new >= first_batch * size else None
-
-    def message(old: Message) -> Message | None:
-        return None if (new := index(old)) is None else old._replace(index=new)
-
-    def work(old: Work) -> Work | None:
-        return None if (new := index(old)) is None else old._replace(index=new)
+        is_before = first_batch is not None and new < first_batch * size
+        return None if is_before else old._replace(index=new)  # type: ignore[return-value]
 
     steps: list[Step] = []
     inputs: dict[Work, tuple[Message, ...]] = {}
     for step in program.steps:
         if isinstance(step, Transfer):
-            moved = message(step.message)
+            moved = shifted(step.message)
             if moved is not None:
                 steps.append(Transfer(moved, step.peer, step.is_send))
             continue
-        done = work(step)
+        done = shifted(step)
         if done is not None:
             steps.append(done)
             if step in program.inputs:
-                inputs[done] = _present(program.inputs[step], message)
+                inputs[done] = _present(program.inputs[step], shifted)
     proves = {
-        answer: _present(proved, message)
+        answer: _present(proved, shifted)
         for old, proved in program.proves.items()
-        if (answer := message(old)) is not None
+        if (answer := shifted(old)) is not None
     }
     shared = {
-        name: tuple(done for each in actions if (done := work(each)) is not None)
+        name: tuple(done for each in actions if (done := shifted(each)) is not None)
         for old, actions in program.shared.items()
-        if (name := message(old)) is not None
+        if (name := shifted(old)) is not None
     }
     return replace(program, steps=tuple(steps), inputs=inputs, proves=proves, shared=shared)
 

@@ -18,6 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
+from typing import Any
 
 from ..ir import COMPUTE_OPS, MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError
 from ..messages import Message
@@ -401,15 +402,12 @@ class _Simulation:
     def _other_lanes(
         self, computes: Sequence[Sequence[Span[Action]]]
     ) -> tuple[list[tuple[Span[Collective], ...]], list[tuple[Span[Action], ...]]]:
-        collectives: list[list[Span[Collective]]] = [[] for _ in self.schedule.placement]
-        moves: list[list[Span[Action]]] = [[] for _ in self.schedule.placement]
+        lanes: list[list[list[Span[Any]]]] = [[[] for _ in self.schedule.placement] for _ in range(2)]
         for each in self.joint_steps:
             stages, op, *_ = each.step
             for group, through in each.through.items():
+                what = Action(stages[0], op, group) if op in MOVE_OPS else Collective(stages, op, group)
                 for rank, begun in each.begun[group].items():
-                    if op in MOVE_OPS:
-                        moves[rank].append(Span(Action(stages[0], op, group), begun, through))
-                    else:
-                        collectives[rank].append(Span(Collective(stages, op, group), begun, through))
-        by_start = attrgetter("start")
-        return [tuple(sorted(s, key=by_start)) for s in collectives], [tuple(sorted(s, key=by_start)) for s in moves]
+                    lanes[op in MOVE_OPS][rank].append(Span(what, begun, through))
+        collectives, moves = ([tuple(sorted(spans, key=attrgetter("start"))) for spans in lane] for lane in lanes)
+        return collectives, moves

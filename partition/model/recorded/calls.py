@@ -72,10 +72,6 @@ class Call:
     def made(self) -> list[int]:
         return [*self.results.values(), *self.changed.values()]
 
-    @property
-    def is_one_tensor(self) -> bool:
-        return self.structure.is_leaf() and 0 in self.results
-
 
 DRAWS = 32  # bits of a unit's number
 

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 import torch.utils.checkpoint
@@ -208,11 +209,8 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
-@contextmanager
-def _checkpointing(listener: Listener) -> Iterator[None]:
-    place: Any = torch.utils.checkpoint
-    original = getattr(place, _GENERATOR)
-
+def _checkpointing(listener: Listener) -> AbstractContextManager[object]:
+    original = getattr(torch.utils.checkpoint, _GENERATOR)
     here = threading.get_ident()
 
     def generator(function: AnyCall, *rest: Any, **kwargs: Any) -> Generator[None]:
@@ -223,11 +221,7 @@ def _checkpointing(listener: Listener) -> Iterator[None]:
         with listener.not_reentrant(original, function, options, args, kwargs):
             yield
 
-    setattr(place, _GENERATOR, generator)
-    try:
-        yield
-    finally:
-        setattr(place, _GENERATOR, original)
+    return patch.object(torch.utils.checkpoint, _GENERATOR, generator)
 
 
 class Announcer(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -254,7 +254,7 @@ class _Writer:
         arguments += [f"**{self._text(call.kwargs)}"] if call.kwargs.parts else []
         called = self._name("u", call.module) if isinstance(call, UnitCall) else self._name("c", call.function)
         text = f"{called}({', '.join(arguments)})"
-        if call.is_one_tensor:
+        if call.structure.is_leaf() and 0 in call.results:  # one tensor
             value = f"v{call.results[0]}"
             yield f"{value} = {text}"
             if isinstance(call, UnitCall):

@@ -115,19 +115,12 @@ class Values:
             self._opened_states.append(id(value))
             self._kept.append(value)
             attributes = {key: make_template(each, self._leaf) for key, each in vars(value).items()}
-            items = _items(value, self._leaf)
+            kind: Any = next((kind for kind in (dict, list) if isinstance(value, kind)), None)
+            items = None if kind is None else make_template(kind(value), self._leaf)
             self._opened_states.pop()
             self._states[id(value)] = MadeObject(len(self._states), type(value), attributes, items)
             self._on_object(value)
         return self._states[id(value)]
-
-
-def _items(value: object, leaf: Callable[[object], Template]) -> Template | None:
-    if isinstance(value, dict):
-        return make_template(dict(value), leaf)
-    if isinstance(value, list):
-        return make_template(list(value), leaf)
-    return None
 
 
 _GLUE = -1  # who made a tensor, where it was no unit
@@ -160,10 +153,8 @@ class Owners:
         self._passed_memory: set[object] = set()
         self._units, self._caches = units, Caches()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        with Operations(self._operation):
-            yield
+    def watching(self) -> Operations:
+        return Operations(self._operation)
 
     @contextmanager
     def within_unit(
