@@ -33,7 +33,7 @@ from ...schedules.families.automatic import lists, reordered
 from ...schedules.families.registry import build
 from ...schedules.ir import Action, Op, Schedule
 from ...schedules.orders.evaluate import OrderEvaluator, Orders, SlideSearch
-from ...schedules.orders.listing import Lister, Policy, advance
+from ...schedules.orders.listing import Lister, Policy
 from ...schedules.orders.problem import fits, with_rounding
 from ...schedules.program import run_as_one
 from ...schedules.search.request import Request
@@ -240,14 +240,14 @@ def order_for(
 
 
 def _of_whole_backwards(evaluator: OrderEvaluator, start: Orders, name: str) -> tuple[float, Schedule]:
-    """The best order of F and B that is found within the limits, and its seconds [s]: the start, the same with forwards
-    in idle time, or list schedules with forwards first; then actions of the best of these slide."""
+    """The best order of F and B that is found within the limits, and its seconds [s]: actions of the start, or of a
+    list schedule with forwards first, slide."""
     problem, whole = evaluator.problem, evaluator.problem.seconds[Op.B]
     S, M, P = problem.num_stages, problem.num_microbatches, problem.num_ranks
     short = tuple(tuple(_EQUAL * seconds for seconds in row) for row in whole)  # a B is an I, and next to nothing
     seconds, kept = {**problem.seconds, Op.I: whole, Op.W: short}, ((0.0,) * M,) * S
     lister = Lister(OrderEvaluator(replace(problem, seconds=seconds, kept=kept, memory_limit=evaluator.limits)))
-    every = [start, advance(evaluator, start)]
+    every = [start]
     for ahead in (M,) * S, tuple(range(S, 0, -1)):
         listed = lister.build(Policy(ahead=ahead, backlog=(0,) * P, fill=(0.0,) * P, forward_first=True))
         every.append([[c + 2 * S * M * (c >= S * M) for c in order if c < 2 * S * M] for order in listed])
