@@ -83,8 +83,8 @@ class _Program:
         self.forward, self.backward, self.update, self.large, self.weights, self.buffers = figures.T[:6, :, None]
         most = c.data * model.profile.context if c.data > 1 else 1
         numbers = sorted({1 if name == "none" else most for name in model.rules.sharding})
-        treated = np.repeat(figures[:, 6:].reshape(len(kinds), -1, 3), len(numbers), axis=1)
-        self.kept, self.again, self.made = treated.transpose(2, 0, 1)
+        treated = np.repeat(figures[:, 6:].reshape(len(kinds), -1, 2), len(numbers), axis=1)
+        self.kept, self.again = treated[..., 0], treated[..., 1]
         self.shards = np.resize(numbers, self.kept.shape)
         self._forward, self._x = 1, 1 + 2 * self.num_stages
         self._starts: int = self._x + self.kept.size * self.num_stages
@@ -153,7 +153,12 @@ class _Program:
         each = [(self.every[:, k].ravel(), np.ones(self.every[:, k].size), n) for k, n in enumerate(self.counts)]
         columns, values, limits = zip(*self._rows, *each * is_all, strict=True)
         ends, shape = np.cumsum([0, *map(len, columns)]), (len(limits), self.num_unknowns)
-        rows = csr_array((np.concatenate(values), np.concatenate(columns), ends), shape=shape)
+        # In seconds of a microbatch: with large numbers HiGHS says of programs that fit that nothing does.
+        scale = np.full(self.num_unknowns, self.model.seconds or 1.0)
+        scale[self._x : self._starts] = 1.0
+        rows = csr_array((np.concatenate(values), np.concatenate(columns), ends), shape=shape) * scale
+        sizes = abs(rows).max(axis=1).toarray().ravel()
+        rows, limits = rows / sizes[:, None], limits / sizes
         (upper, most), (same, numbers) = (
             (rows[part], limits[part]) for part in (np.s_[: len(self._rows)], np.s_[len(self._rows) :])
         )
@@ -162,7 +167,7 @@ class _Program:
         found = linprog(goal, A_ub=upper, b_ub=most, A_eq=same, b_eq=numbers, method="highs-ipm")
         if found.status not in (0, _INFEASIBLE):
             raise SizesError(found.message)
-        return np.asarray(found.x) if found.status == 0 else None
+        return np.asarray(found.x) * scale if found.status == 0 else None
 
     def _add(self, *terms: tuple[int | Indices, float | Floats], most: float) -> None:
         pairs = [np.broadcast_arrays(np.ravel(unknowns), np.ravel(times)) for unknowns, times in terms]
@@ -238,23 +243,15 @@ class _Program:
 
     def _memory(self) -> None:
         beside, rules = self.beside + context_bytes(self.model.profile.device), self.model.rules
-        parts = (1 - 1 / self.shards) * (self.model.profile.expert == 1)  # of other ranks, of gradients and weights
-        every = zip(self.in_flight, self.place.limits, self._stages, strict=True)
-        for counted, limit, stages in every:
+        for counted, limit, stages in zip(self.in_flight, self.place.limits, self._stages, strict=True):
             held = counted.versions + rules.optimizer_ratio / self.shards
             for moment in counted.counts if limit < math.inf else ():
-                rows = zip(stages, *moment.reshape(4, -1), strict=True)
+                microbatches, graded = moment[: 2 * len(stages)].reshape(2, -1)
                 terms = [
-                    (
-                        self.every[s],
-                        number * self.kept
-                        + remade * self.made
-                        + (held + graded + summed * parts) * self.weights
-                        + self.buffers,
-                    )
-                    for s, number, graded, summed, remade in rows
+                    (self.every[s], (number * self.kept + (held + has_any) * self.weights + self.buffers) / limit)
+                    for s, number, has_any in zip(stages, microbatches, graded, strict=True)
                 ]
-                self._add(*((own, row / limit) for own, row in terms), most=1 - beside / limit)
+                self._add(*terms, most=1 - beside / limit)
 
 
 def _figures_of_nodes(model: Model) -> Iterator[tuple[float, ...]]:
@@ -262,10 +259,9 @@ def _figures_of_nodes(model: Model) -> Iterator[tuple[float, ...]]:
     seconds that run again, under each treatment. What several nodes share is left out."""
     least, shared = least_of_nodes(model), {at for nodes, _ in model.cuts.tied for at in nodes}
     for at, node in enumerate(model.profile.nodes):
-        treated = [(node.stash_bytes, 0.0, 0.0)]
+        treated = [(node.stash_bytes, 0.0)]
         for name in (each for each in model.rules.recompute if each != "none"):
-            full = (0.0, node.forward_seconds, node.stash_bytes)
-            treated.append(full if name == "full" else (*node.treated(name)[:2], 0.0))
+            treated.append((0.0, node.forward_seconds) if name == "full" else node.treated(name)[:2])
         alone = 0.0 if at in shared else float(model.cuts.large[at])
         sizes = alone, float(least.parameters[at]), node.buffer_bytes
         yield (

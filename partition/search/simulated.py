@@ -51,7 +51,7 @@ MAX_ACTIONS = 1_000_000  # of one simulation
 _KEPT_SCHEDULES = 8
 _ROUNDS = (6, 12, 24, 48, 96)  # of P microbatches, in the short batches that are tried
 _EQUAL = 1e-12  # relative: rounding
-_SLIDES, _IDLE, _HOT = 600, 200, 0.1  # of whole backwards: the most, those in a row without gain, first heat
+_SLIDES, _HOT = 400, 0.1  # of whole backwards: how many, and the first heat
 
 
 class SizesError(ValueError):
@@ -252,11 +252,8 @@ def _of_whole_backwards(evaluator: OrderEvaluator, start: Orders, name: str) -> 
         listed = lister.build(Policy(ahead=ahead, backlog=(0,) * P, fill=(0.0,) * P, forward_first=True))
         every.append([[c + 2 * S * M * (c >= S * M) for c in order if c < 2 * S * M] for order in listed])
     value, best = min(((evaluator.value(each), each) for each in every if evaluator.fits(each)), key=itemgetter(0))
-    idle = 0
     for found in SlideSearch(evaluator).anneal(best, Random(0), steps=_SLIDES, hot=_HOT, cold=_HOT / 30):
-        idle, value, best = (idle + 1, value, best) if found is None else (0, *found)
-        if idle > _IDLE:
-            break
+        value, best = found or (value, best)
     return value, evaluator.schedule(best, name=name)
 
 

@@ -293,6 +293,24 @@ def test_whole_layers_are_bounded_more_tightly_and_never_above_any_cuts(seeds: r
     assert max(gains) > 1.05
 
 
+@pytest.mark.parametrize("limit", [3.0, 4.0])
+def test_of_long_steps_the_bound_is_as_of_short_ones(limit: float) -> None:
+    """Without a unit of its own the solver said of steps of a day that nothing fits."""
+    bounds = list[float]()
+    for seconds in (1.0, 1000.0):
+        kind = {"forward_seconds": seconds, "backward_seconds": 1.5 * seconds, "stash_bytes": 0.8}
+        nodes = [Node(name=f"n{i}", parameter_bytes=0.004, activation_bytes=0.002, **kind) for i in range(6)]
+        rules = MemoryRules(optimizer_ratio=6.0, recompute=("none", "full", "layer"), sharding=("full",))
+        model, topology = (
+            Model(Profile(nodes=nodes), rules),
+            Topology(Cluster.from_levels([(4, 3.0)]), memory_limit=limit),
+        )
+        evaluator = PlanEvaluator(topology, lambda _size, _tensor, own=model: own)
+        c = configuration(pipeline=1, num_chunks=2, schedule="looped-bfs", num_microbatches=4)
+        bounds.append(least_of_any_cuts(evaluator, c) / seconds)
+    assert bounds[1] == pytest.approx(bounds[0], rel=1e-4)
+
+
 @pytest.mark.parametrize("schedule", ["interleaved", "hanayo"])
 def test_cuts_that_just_fit_are_not_below_the_bound(schedule: str) -> None:
     """Small gradients travel as copies after the last backward of a stage; at other moments no cut holds them."""
