@@ -18,16 +18,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain, pairwise, product
-from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
 from ...schedules.ir import Action, Op
 from ..memory import context_bytes
-from ..solve.chunks import equal_stages
 from ..topology import Floats, Indices, TransferTime
 from .bounds import least_of_nodes
 from .evaluate import PlanEvaluator
@@ -37,13 +34,9 @@ from .space import Configuration
 
 _MOST_UNKNOWNS = 9_000  # of a program of the whole schedule
 _MOST_ACTIONS = 60_000  # of schedules that are looked at
-_LATER = 0.2  # weight of what a rank divides in the choice of a branch
 _INFEASIBLE = 2  # of scipy
-_WHOLE = 1e-4  # of a node: likewise, of their numbers
-_ROUNDED = 1e-6  # relative: as far as a solver's answer may be off
-
-
-_Row = tuple[Indices, float, float]
+_WHOLE = 1e-4  # of a node: as far as a solver's answer may be off
+_ROUNDED = 1e-6  # relative: likewise, of seconds
 
 
 def unknowns_of_any_cuts(c: Configuration) -> int:
@@ -51,12 +44,9 @@ def unknowns_of_any_cuts(c: Configuration) -> int:
     return 2 * c.num_stages * microbatches_of(c)
 
 
-def least_of_any_cuts(
-    evaluator: PlanEvaluator, c: Configuration, most: float = math.inf, *, programs: int = 1
-) -> float:
+def least_of_any_cuts(evaluator: PlanEvaluator, c: Configuration, most: float = math.inf) -> float:
     """Seconds that no cuts of it fall below, or `most` where that is less [s]; infinite where none fit. 0 where
-    nothing is known: streams, halves of backwards, slices, unequal stages, what waits on the host, long schedules. At
-    most so many programs of the whole schedule are solved."""
+    nothing is known: streams, halves of backwards, slices, unequal stages, what waits on the host, long schedules."""
     model, num_actions = evaluator.model(c), unknowns_of_any_cuts(c)
     is_plain = c.is_equal and c.own is None and c.sizes is None and not c.lengths and not model.rules.offloads
     if not is_plain or c.family.rule.is_asynchronous or c.family.splits_backward or num_actions > _MOST_ACTIONS:
@@ -66,7 +56,7 @@ def least_of_any_cuts(
         program = _Program(evaluator, c, model)
         if program.schedule.overlapped:
             return 0.0
-        found = program.least((most - outside) * (1 + _ROUNDED), programs)
+        found = program.least((most - outside) * (1 + _ROUNDED))
     except SizesError:
         return 0.0
     return min(most, found * (1 - _ROUNDED) + outside)
@@ -83,12 +73,8 @@ class _Program:
         crossing = model.cuts.crossing[1:-1].min(initial=math.inf) if c.num_stages > 1 else 0.0
         self.messages, self.nodes = self.place.hop_seconds(crossing, crossing), least_of_nodes(model)
         self.around = model.profile.action_seconds + np.broadcast_to(self.place.on.message_overhead, c.num_stages)
-        # Bytes of each rank besides those that nodes keep: workspace of one of so many, and messages, if alike.
-        workspace = sorted(node.workspace_bytes for node in model.profile.nodes)[c.num_chunks - 1] + crossing
-        self.beside, ends = np.full(c.pipeline, workspace), equal_stages(model.cuts, c.num_stages)
-        if ends is not None and crossing == model.cuts.crossing[1:-1].max(initial=crossing):
-            given = evaluator.given(c, ends, recompute=["none"] * c.num_stages, shards=[1] * c.num_stages)
-            self.beside += np.array([memory.messages for memory in given.memories])
+        # Bytes of a rank besides: workspace of one of its nodes, of which it has V or more.
+        self.beside = sorted(node.workspace_bytes for node in model.profile.nodes)[c.num_chunks - 1] + crossing
         every = [*_figures_of_nodes(model)]
         kinds = Counter(every)
         figures, self.kind_of_node = np.array(list(kinds)), np.array([[*kinds].index(each) for each in every])
@@ -97,22 +83,17 @@ class _Program:
         self.forward, self.backward, self.update, self.large, self.weights, self.buffers = figures.T[:6, :, None]
         most = c.data * model.profile.context if c.data > 1 else 1
         numbers = sorted({1 if name == "none" else most for name in model.rules.sharding})
-        treated = np.repeat(figures[:, 6:].reshape(len(kinds), -1, 3), len(numbers), axis=1)
-        self.kept, self.again, self.made = treated.transpose(2, 0, 1)
+        treated = np.repeat(figures[:, 6:].reshape(len(kinds), -1, 2), len(numbers), axis=1)
+        self.kept, self.again = treated[..., 0], treated[..., 1]
         self.shards = np.resize(numbers, self.kept.shape)
         self._forward, self._x = 1, 1 + 2 * self.num_stages
         self._starts: int = self._x + self.kept.size * self.num_stages
         self.num_unknowns = self._starts + 2 * self.num_stages * self.schedule.num_microbatches
         self._stages = [[s for s, position in enumerate(c.positions) if position == p] for p in range(c.pipeline)]
         self.every = np.arange(self._x, self._starts).reshape(self.num_stages, *self.kept.shape)
-        self.kind = int(np.argmax(self.counts))  # the most frequent one
-        # Treatments that go together: of three stages or more a rank divides the state of all, or of none.
-        is_divided = self.shards[self.kind] > 1
-        self.ways = [each for each in (is_divided, ~is_divided) if each.any()]
-        self.ways = self.ways if c.num_chunks > 2 else [is_divided | ~is_divided]
         self._rows: list[tuple[Indices, Floats, float]] = []  # unknowns, their coefficients, and what these are at most
 
-    def least(self, most: float, programs: int) -> float:
+    def least(self, most: float) -> float:
         """The least T; infinite where nothing fits in `most` or less [s]."""
         for make in self._seconds_of_stages, self._memory, self._updates, self._actions_of_ranks:
             make()
@@ -121,64 +102,27 @@ class _Program:
         if self.num_unknowns > _MOST_UNKNOWNS:
             return 0.0
         self._order()
-        self._left = programs
-        return self._branched(most)
-
-    def _branched(self, most: float) -> float:
-        """The least T where ranks have whole nodes of the most frequent kind and one way each to divide the optimizer's
-        state, or a bound of it after so many programs as are left [s]."""
-        self._left -= 1
-        try:
-            x = self._solution([0], equal=self.counts)
-        except SizesError:
-            return 0.0
-        if x is None or self._left <= 0 or x[0] >= most:
-            return math.inf if x is None else float(x[0])
-        branches = list[tuple[float, list[_Row]]]()
-        for own in (self.every[stages] for stages in self._stages):
-            number, nodes = float(x[own[:, self.kind]].sum()), float(x[own].sum())
-            rows: list[_Row] = [
-                (own[:, self.kind], sign, sign * whole(number))
-                for sign, whole in ((-1.0, math.ceil), (1.0, math.floor))
-            ]
-            branches.append((abs(number - round(number)), rows))
-            if len(self.ways) > 1:
-                least = min(float(x[own[..., way]].sum()) for way in self.ways)
-                branches.append((_LATER * least / nodes, [(own[..., way], 1.0, 0.0) for way in self.ways]))
-        part, rows = max(branches, key=itemgetter(0))
-        found = list[float]()
-        for unknowns, times, limit in rows if part > _WHOLE else ():
-            if self._left <= 0:
-                return float(x[0])
-            self._add((unknowns, times), most=limit)
-            found.append(self._branched(most))
-            self._rows.pop()
-        return max(float(x[0]), min(found, default=0.0))
+        x = self._solution(np.zeros(1, np.intp), is_all=True)
+        return math.inf if x is None else float(x[0])
 
     def _is_whole(self, most: float) -> bool:
-        """Rows for the nodes of the most frequent kind that each rank has time for; False where these are too few.
-        A way to divide the state is left out where a rank has not even those that the others leave to it."""
-        k, number = self.kind, float(self.counts[self.kind])
-        ranks, first = [self.every[own] for own in self._stages], self.c.positions[0]
-        fullest, limit = np.full(len(ranks), number), len(self._rows)
+        """Rows for the nodes of the most frequent kind that each rank has time for; False where these are too few."""
+        k = int(np.argmax(self.counts))
+        number, limit, first = float(self.counts[k]), len(self._rows), self.c.positions[0]
+        ranks = [self.every[own, k] for own in self._stages]
+        fullest = np.full(len(ranks), number)
         self._add((0, 1.0), most=most)
         for own in ranks:
-            self._add((own[:, k], 1.0), most=number)
+            self._add((own, 1.0), most=number)
         others = [p for p in range(len(ranks)) if p != first]
         for group in filter(None, (others, [first], others)):  # those after the first wait for its updates, too
-            numbers = []
-            for way in self.ways:
-                x = self._solution([ranks[p][:, k, way] for p in group], aim=-1.0)
-                if x is None:
-                    return False
-                numbers.append([float(x[ranks[p][:, k, way]].sum()) + _WHOLE for p in group])
-            fullest[group] = np.floor(np.max(numbers, axis=0))
-            for p, *of_ways in zip(group, *numbers, strict=True):
-                least = number - fullest.sum() + fullest[p]
-                self._add((ranks[p][:, k], 1.0), most=fullest[p])
-                for way in (way for way, each in zip(self.ways, of_ways, strict=True) if each < least):
-                    self._add((ranks[p][..., way], 1.0), most=0.0)
-            self._add((ranks[first][:, k], -1.0), most=fullest.sum() - fullest[first] - number)
+            x = self._solution(*(ranks[p] for p in group), aim=-1.0)
+            if x is None:
+                return False
+            for p in group:
+                fullest[p] = math.floor(float(x[ranks[p]].sum()) + _WHOLE)
+                self._add((ranks[p], 1.0), most=fullest[p])
+            self._add((ranks[first], -1.0), most=fullest.sum() - fullest[first] - number)
         del self._rows[limit]  # solvers are slow to see that nothing fits
         return bool(fullest.sum() >= number)
 
@@ -200,28 +144,30 @@ class _Program:
         at, speed = np.searchsorted(least.sizes, stage), max(self.place.on.speed)
         return float(least.forward[at]) / speed + fixed, float(least.both[at]) / speed + 2 * fixed
 
-    def _solution(self, aims: Any, *, aim: float = 1.0, equal: Sequence[int] = ()) -> Floats | None:
+    def _solution(self, *aims: Indices, aim: float = 1.0, is_all: bool = False) -> Floats | None:
         """[unknowns] with the least sum of `aim` times these; None where nothing fits; SizesError if the solver
-        fails. `equal`: nodes of each kind in all; none: any."""
+        fails. `is_all`: whether stages have all nodes together."""
         from scipy.optimize import linprog  # type: ignore[import-untyped]
         from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
-        unequal = len(self._rows)
-        for k, number in enumerate(equal):
-            self._add((self.every[:, k], 1.0), most=float(number))
-        columns, values, limits = zip(*self._rows, strict=True)
-        del self._rows[unequal:]
-        ends = np.cumsum([0, *map(len, columns)])
-        rows = csr_array(
-            (np.concatenate(values), np.concatenate(columns), ends), shape=(len(limits), self.num_unknowns)
+        each = [(self.every[:, k].ravel(), np.ones(self.every[:, k].size), n) for k, n in enumerate(self.counts)]
+        columns, values, limits = zip(*self._rows, *each * is_all, strict=True)
+        ends, shape = np.cumsum([0, *map(len, columns)]), (len(limits), self.num_unknowns)
+        # In seconds of a microbatch: with large numbers HiGHS says of programs that fit that nothing does.
+        scale = np.full(self.num_unknowns, self.model.seconds or 1.0)
+        scale[self._x : self._starts] = 1.0
+        rows = csr_array((np.concatenate(values), np.concatenate(columns), ends), shape=shape) * scale
+        sizes = abs(rows).max(axis=1).toarray().ravel()
+        rows, limits = rows / sizes[:, None], limits / sizes
+        (upper, most), (same, numbers) = (
+            (rows[part], limits[part]) for part in (np.s_[: len(self._rows)], np.s_[len(self._rows) :])
         )
-        (upper, most), (same, numbers) = ((rows[part], limits[part]) for part in (np.s_[:unequal], np.s_[unequal:]))
         goal = np.zeros(self.num_unknowns)
-        goal[np.concatenate([np.ravel(each) for each in aims])] = aim
+        goal[np.concatenate(aims, axis=None)] = aim
         found = linprog(goal, A_ub=upper, b_ub=most, A_eq=same, b_eq=numbers, method="highs-ipm")
         if found.status not in (0, _INFEASIBLE):
             raise SizesError(found.message)
-        return np.asarray(found.x) if found.status == 0 else None
+        return np.asarray(found.x) * scale if found.status == 0 else None
 
     def _add(self, *terms: tuple[int | Indices, float | Floats], most: float) -> None:
         pairs = [np.broadcast_arrays(np.ravel(unknowns), np.ravel(times)) for unknowns, times in terms]
@@ -296,24 +242,16 @@ class _Program:
             self._add(*own, *((self.every[b.stage], steps[b.stage]) for b in ends), most=-self.around[s])
 
     def _memory(self) -> None:
-        context, rules = context_bytes(self.model.profile.device), self.model.rules
-        parts = (1 - 1 / self.shards) * (self.model.profile.expert == 1)  # of other ranks, of gradients and weights
-        every = zip(self.in_flight, self.place.limits, self._stages, (context + self.beside).tolist(), strict=True)
-        for counted, limit, stages, beside in every:
+        beside, rules = self.beside + context_bytes(self.model.profile.device), self.model.rules
+        for counted, limit, stages in zip(self.in_flight, self.place.limits, self._stages, strict=True):
             held = counted.versions + rules.optimizer_ratio / self.shards
             for moment in counted.counts if limit < math.inf else ():
-                rows = zip(stages, *moment.reshape(4, -1), strict=True)
+                microbatches, graded = moment[: 2 * len(stages)].reshape(2, -1)
                 terms = [
-                    (
-                        self.every[s],
-                        number * self.kept
-                        + remade * self.made
-                        + (held + graded + summed * parts) * self.weights
-                        + self.buffers,
-                    )
-                    for s, number, graded, summed, remade in rows
+                    (self.every[s], (number * self.kept + (held + has_any) * self.weights + self.buffers) / limit)
+                    for s, number, has_any in zip(stages, microbatches, graded, strict=True)
                 ]
-                self._add(*((own, row / limit) for own, row in terms), most=1 - beside / limit)
+                self._add(*terms, most=1 - beside / limit)
 
 
 def _figures_of_nodes(model: Model) -> Iterator[tuple[float, ...]]:
@@ -321,10 +259,9 @@ def _figures_of_nodes(model: Model) -> Iterator[tuple[float, ...]]:
     seconds that run again, under each treatment. What several nodes share is left out."""
     least, shared = least_of_nodes(model), {at for nodes, _ in model.cuts.tied for at in nodes}
     for at, node in enumerate(model.profile.nodes):
-        treated = [(node.stash_bytes, 0.0, 0.0)]
+        treated = [(node.stash_bytes, 0.0)]
         for name in (each for each in model.rules.recompute if each != "none"):
-            full = (0.0, node.forward_seconds, node.stash_bytes)
-            treated.append(full if name == "full" else (*node.treated(name)[:2], 0.0))
+            treated.append((0.0, node.forward_seconds) if name == "full" else node.treated(name)[:2])
         alone = 0.0 if at in shared else float(model.cuts.large[at])
         sizes = alone, float(least.parameters[at]), node.buffer_bytes
         yield (

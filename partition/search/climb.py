@@ -105,18 +105,16 @@ class CutClimb:
 
     def _exchanged(self, start: Candidate) -> Iterator[Candidate]:
         """Faster ones with the treatments of two chunks exchanged on all ranks: others wait for sums of gradients."""
-        c, limit = start.configuration, start.simulated_seconds * (1 - TIE)
-        for one, other in combinations(range(c.num_chunks), 2):
-            names = [[*memory.recompute] for memory in start.memories]
-            for own in names:
-                own[one], own[other] = own[other], own[one]
-            shards = [start.memories[p].shards[v] for p, v in zip(c.positions, c.chunks, strict=True)]
-            recompute = [names[p][v] for p, v in zip(c.positions, c.chunks, strict=True)]
-            found = self.evaluator.given(c, start.ends, recompute=recompute, shards=shards)
-            if _fits(found) and found.bound < limit and not self.is_late():
-                with suppress(SizesError, DoesNotFitError):
-                    found = self.evaluator.simulate(found)
-                    yield from [found] * _is_less(found, start)
+        c, own = start.configuration, start.memories
+        for pair in combinations(range(c.num_chunks), 2):
+            at = [sum(pair) - v if v in pair else v for v in range(c.num_chunks)]
+            memories = tuple(replace(each, recompute=tuple(each.recompute[v] for v in at)) for each in own)
+            if any(a.recompute != b.recompute for a, b in zip(memories, own, strict=True)) and not self.is_late():
+                found = self._treated(c, replace(start, memories=memories))
+                if _fits(found) and found.bound < start.simulated_seconds:
+                    with suppress(SizesError, DoesNotFitError):
+                        found = self.evaluator.simulate(found)
+                        yield from [found] * _is_less(found, start)
 
     def _past_the_limit(self, best: Candidate) -> Candidate:
         """The best that fits of what is met as the cuts are moved as if memory had no limit."""

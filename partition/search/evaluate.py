@@ -266,8 +266,9 @@ class PlanEvaluator:
         kept = ((e.sums.under(e.memories[p].recompute[v]).kept[s], q != p) for s, (p, v, q) in enumerate(rows))
         held = [float(each + goes * sent[s]) for s, (each, goes) in enumerate(kept)]
         apart = replace(e, seconds=self._seconds(c, e.sums, e.memories, np.ones(c.num_stages)))
-        found = order_for([named, *([] if c.own is None else [c.own])], apart.costs, e.links, held, too_many)
-        if e.leaving or found is None or found[0] + e.model.profile.around_seconds >= limit:
+        starts = [named, *([] if c.own is None else [c.own])]
+        found = None if e.leaving else order_for(starts, apart.costs, e.links, held, too_many)
+        if found is None or found[0] + e.model.profile.around_seconds >= limit:
             return None
         return replace(c, own=None if found[1] is named else found[1])
 

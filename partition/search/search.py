@@ -43,7 +43,6 @@ _STARTS = 3  # numbers of stages from whose best they are moved
 _FITTED_ACTIONS = 300_000  # of all cuts that fit in an order for their costs alone, once anything fits
 _PROGRAMS = 300_000  # unknown starts of all programs that bound any cuts
 _GOALS = 0.935, 0.953  # of the best plan's seconds: what is to be shown first, of each configuration with any cuts
-_BRANCHES = 3  # programs for that, at most
 _STEP = 0.003  # of them: nearer than this to what is known, nothing is tried any more
 
 
@@ -145,11 +144,10 @@ class PlanSearch:
             goal = goal if number not in failed else (least + failed[number]) / 2
             if goal < least + _STEP * most or -size > left or self.deadline is not None:
                 return least
-            programs = _BRANCHES if number not in failed and goal < most else 1
-            found = max(least, least_of_any_cuts(self.evaluator, c, goal, programs=programs))
+            found = max(least, least_of_any_cuts(self.evaluator, c, goal))
             left += size
             if found < goal * (1 - TIE):
-                left, failed[number] = left + size * (programs - 1), goal
+                failed[number] = goal
             heapreplace(every, (found, size, number, c))
         return most
 

@@ -33,7 +33,7 @@ from ...schedules.families.automatic import lists, reordered
 from ...schedules.families.registry import build
 from ...schedules.ir import Action, Op, Schedule
 from ...schedules.orders.evaluate import OrderEvaluator, Orders, SlideSearch
-from ...schedules.orders.listing import Lister, Policy, advance
+from ...schedules.orders.listing import Lister, Policy
 from ...schedules.orders.problem import fits, with_rounding
 from ...schedules.program import run_as_one
 from ...schedules.search.request import Request
@@ -51,7 +51,7 @@ MAX_ACTIONS = 1_000_000  # of one simulation
 _KEPT_SCHEDULES = 8
 _ROUNDS = (6, 12, 24, 48, 96)  # of P microbatches, in the short batches that are tried
 _EQUAL = 1e-12  # relative: rounding
-_SLIDES, _IDLE, _HOT = 600, 200, 0.1  # of whole backwards: the most, those in a row without gain, first heat
+_SLIDES, _HOT = 400, 0.1  # of whole backwards: how many, and the first heat
 
 
 class SizesError(ValueError):
@@ -240,23 +240,20 @@ def order_for(
 
 
 def _of_whole_backwards(evaluator: OrderEvaluator, start: Orders, name: str) -> tuple[float, Schedule]:
-    """The best order of F and B that is found within the limits, and its seconds [s]: the start, the same with forwards
-    in idle time, or list schedules with forwards first; then actions of the best of these slide."""
+    """The best order of F and B that is found within the limits, and its seconds [s]: actions of the start, or of a
+    list schedule with forwards first, slide."""
     problem, whole = evaluator.problem, evaluator.problem.seconds[Op.B]
     S, M, P = problem.num_stages, problem.num_microbatches, problem.num_ranks
     short = tuple(tuple(_EQUAL * seconds for seconds in row) for row in whole)  # a B is an I, and next to nothing
     seconds, kept = {**problem.seconds, Op.I: whole, Op.W: short}, ((0.0,) * M,) * S
     lister = Lister(OrderEvaluator(replace(problem, seconds=seconds, kept=kept, memory_limit=evaluator.limits)))
-    every = [start, advance(evaluator, start)]
+    every = [start]
     for ahead in (M,) * S, tuple(range(S, 0, -1)):
         listed = lister.build(Policy(ahead=ahead, backlog=(0,) * P, fill=(0.0,) * P, forward_first=True))
         every.append([[c + 2 * S * M * (c >= S * M) for c in order if c < 2 * S * M] for order in listed])
     value, best = min(((evaluator.value(each), each) for each in every if evaluator.fits(each)), key=itemgetter(0))
-    idle = 0
     for found in SlideSearch(evaluator).anneal(best, Random(0), steps=_SLIDES, hot=_HOT, cold=_HOT / 30):
-        idle, value, best = (idle + 1, value, best) if found is None else (0, *found)
-        if idle > _IDLE:
-            break
+        value, best = found or (value, best)
     return value, evaluator.schedule(best, name=name)
 
 
