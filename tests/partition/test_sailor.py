@@ -15,9 +15,10 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.inside import Scales
+from support.inside import fit_calibrate as calibrate
 
 from stagewright.partition import Cluster, DeviceKind, GivenStage, Level, Node, Plan, Profile, evaluate
-from stagewright.partition.analytic import Scales, calibrate
 from stagewright.schedules import Costs, Link, Links, build, simulate
 
 DATA = Path(__file__).parents[1] / "data" / "sailor"
