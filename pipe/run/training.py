@@ -89,7 +89,9 @@ class Training:
         if self.goes_on:
             self._remember()
         batch, programs = self._begin(given, "train_step")
-        self._run(programs, batch)
+        with self._lost_on_error(self._abandon):
+            self._engine.run(programs)
+            self._gradients_ready(batch)
         self.num_steps += 1
         if self.goes_on:
             self._vote()
@@ -114,7 +116,9 @@ class Training:
             raise ValueError(f"forward_backward with {GOES_ON}: expected train_step, which is repeated as a whole")
         self._update.refuse_users_gradients("forward_backward", instead="train_step, which updates too")
         batch, programs = self._begin(given, "forward_backward")
-        self._run(programs, batch)
+        with self._lost_on_error(self._abandon):
+            self._engine.run(programs)
+            self._gradients_ready(batch)
         self.num_steps += 1
         return self._result(self._update.accumulated())
 
@@ -170,7 +174,9 @@ class Training:
         """Finish a stream's batches in flight, for anything that needs final weights. Collective over the processes."""
         programs = self._update.drain()
         if programs is not None:
-            self._run(programs)
+            with self._lost_on_error(self._abandon):
+                self._engine.run(programs)
+                self._gradients_ready()
             self._reports.tell(self._update.waiting())
 
     def restart(self, step: int) -> None:
@@ -215,18 +221,19 @@ class Training:
             local.recorder.begin()
         return batch, programs
 
-    def _run(self, programs: Programs, batch: Batch | None = None) -> None:
-        """Run the programs; then read losses, run the backward of what made the batch, and sum gradients."""
-        with self._lost_on_error(self._abandon):
-            self._engine.run(programs)
-            self._update.losses_known()
-            with self._guard.together():
-                if batch is not None and batch.wants_grad:
-                    found = [local.worker.batch_gradients for local in self._engine.ranks]
-                    hand_back(batch, found, self._update.scale, self._collectives)
-                    for each in found:
-                        each.clear()
-                self._update.gradients_ready()
+    def _gradients_ready(self, batch: Batch | None = None) -> None:
+        """After the programs: read losses, run the backward of what made the batch, and sum gradients."""
+        self._update.losses_known()
+        with self._guard.together():
+            if batch is not None and batch.wants_grad:
+                self._hand_back(batch)
+            self._update.gradients_ready()
+
+    def _hand_back(self, batch: Batch) -> None:
+        found = [local.worker.batch_gradients for local in self._engine.ranks]
+        hand_back(batch, found, self._update.scale, self._collectives)
+        for each in found:
+            each.clear()
 
     @contextmanager
     def _lost_on_error(self, lose: Callable[[BaseException], None]) -> Iterator[None]:
