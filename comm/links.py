@@ -246,8 +246,8 @@ def _level(
     """`sizes`: of messages, and of two with cold caches; `times`: by pair, of all of them; `sums`: of `_sums`;
     `sustained`: rates of streams by pair, between hosts [bytes/s].
 
-    For what both ends are busy with bytes the link itself is faster than a message, up to ten times, but never than a
-    stream.
+    The time that both ends are busy with bytes is not the link's. So its bandwidth is above that of the messages, by up
+    to ten times, but at most that of a stream.
 
     The small sum counts as if it were empty: 2 (size - 1) steps. The large one is put into the formula of rings
     (`partition/topology.py`): by "levels" each step has the same latency,
