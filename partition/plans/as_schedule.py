@@ -23,7 +23,7 @@ from ...schedules.ir import COMPUTE_OPS, Action, Op, Schedule, ScheduleError
 from ...schedules.timing.costs import Costs
 from ...schedules.timing.inputs import calibrate
 from ...schedules.timing.links import Links
-from ...schedules.timing.measured_inputs import measured_inputs
+from ...schedules.timing.measured_inputs import measured_inputs, typical
 from ...schedules.timing.sampling import LEAST_SAMPLES, MOST_ACTIONS, StepSamples, simulate_spread
 from ...schedules.timing.simulate import simulate
 from ...schedules.timing.spread import Spread
@@ -221,7 +221,7 @@ def with_measured(plan: P, steps: Sequence[Timeline], known: Costs) -> P:
     measured ones of the plan's own schedule. `known`: costs that the same run measured itself: what happens between
     actions, and whether there is a norm."""
     predicted, _, on_ranks = simulated(plan)
-    seen = measured_inputs(steps, known, planned=plan.costs)
+    seen = measured_inputs(steps, known, planned=plan.costs, many=typical)
     if not all(seconds for each, seconds in seen.items() if each.kind == "overhead"):
         seen = {
             each: seconds for each, seconds in seen.items() if each.kind != "overhead"

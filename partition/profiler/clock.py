@@ -85,18 +85,6 @@ def clock_for(device: torch.device) -> Clock:
 LEAST_FASTEST = 3  # samples
 
 
-def typical(samples: Sequence[float]) -> float:
-    """The mean without the slowest tenth [s]: what an action takes along with other work on the machine.
-
-    Sums of many actions, such as a step, come out near the sum of their means, not of their best times.
-
-    >>> typical([1.0] * 8 + [2.0, 9.0])
-    1.1111111111111112
-    """
-    ranked = sorted(samples)
-    return statistics.fmean(ranked[: max(1, len(ranked) - len(ranked) // 10)])
-
-
 def fastest(samples: Sequence[float]) -> float:
     """A robust estimate: the median of the fastest quarter, of at least LEAST_FASTEST samples [s].
 

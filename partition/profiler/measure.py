@@ -15,6 +15,7 @@ from torch import nn
 
 from ...schedules.actions import Op
 from ...schedules.messages import ALONE_BYTES
+from ...schedules.timing.measured_inputs import typical
 from ..deferred.filling import lent
 from ..model.batch_dims import BatchDims, check_batch_dims, parameter_names, with_dims
 from ..model.chain import is_sequential
@@ -25,7 +26,7 @@ from ..model.source_line import first_line, users_line
 from ..model.units import MODEL_INPUT, Agree
 from ..profile import Node, Profile, Tied
 from ..strict import made_of
-from .clock import Clock, clock_for, fastest, spread_of, typical
+from .clock import Clock, clock_for, fastest, spread_of
 from .memory import bytes_of, keep_freed_memory, peaks
 from .optimizers import OptimizerFactory, optimizers_of_copies
 from .passes import Passes, Sample, Traffic, profiled, slice_shares

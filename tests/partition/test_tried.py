@@ -187,6 +187,30 @@ def test_the_middle_step_is_told_and_how_far_actions_varied() -> None:
         assert own.spread == pytest.approx(0.175 * f / (1.35 * f + b + 2 * around))
 
 
+def test_a_step_takes_the_sum_of_its_actions_means() -> None:
+    """Each fifth action or so is hit by other work and takes up to half as long again; the medians know nothing of it.
+    One burst of a hundred actions' seconds says nothing of the next steps."""
+    found, random = planned("pipeline"), Random(1)
+    predicted, costs, links = simulated(found)
+
+    def hit(op: Op) -> list[list[float]]:
+        return [
+            [seconds * (1 + (random.random() < 0.25) * random.random() / 2) for _ in range(8)]
+            for seconds in found.seconds(op)
+        ]
+
+    steps = [
+        simulate(predicted.schedule, replace(costs, forward=hit(Op.F), backward=hit(Op.B)), links) for _ in range(12)
+    ]
+    usual = median(step.batch_seconds for step in steps)
+    took = with_measured(found, steps, known(found))
+    assert usual > 1.03 * predicted.batch_seconds
+    assert took.simulated_step_time == pytest.approx(usual, rel=0.02)
+    burst = replace(costs, forward=[[100 * found.seconds(Op.F)[0], *row[1:]] for row in hit(Op.F)])
+    again = with_measured(found, [*steps, simulate(predicted.schedule, burst, links)], known(found))
+    assert again.simulated_step_time == pytest.approx(took.simulated_step_time, rel=0.01)
+
+
 def with_halves(found: Plan, share: float) -> Plan:
     """The plan with so large a part of each backward for I."""
     backward = found.seconds(Op.B)
