@@ -225,7 +225,7 @@ class _Simulation:
         starts: list[list[float]] = [[] for _ in programs]
         ends: list[list[float]] = [[] for _ in programs]
         position = [0] * len(programs)
-        free_at, unsent = self.free_at, self.unsent
+        free_at, unsent, later = self.free_at, self.unsent, self.later
         blocked: dict[int, list[int]] = {}  # slot -> the ranks that wait for it
         events: list[tuple[float, int]] = []  # (end of the running action, rank)
         ready, now = list(range(len(programs))), 0.0
@@ -246,7 +246,7 @@ class _Simulation:
                     if arrival > start:
                         start = arrival
                 else:
-                    start = self._send_late(rank, start, ready, blocked) if self.later[rank] else start
+                    start = self._send_late(rank, start, ready, blocked) if later[rank] else start
                     starts[rank].append(start)
                     heappush(events, (start + durations[code][k], rank))
             if not events:
@@ -290,20 +290,18 @@ class _Simulation:
                 self.later[rank].append((transit, base + index))
                 continue
             else:
-                self.free_at[rank] = max(self.free_at[rank], self._send(transit, base + index, now))
+                self.arrived[base + index] = through = transit.carry(now)
+                if transit.held is not None:
+                    self.free_at[rank] = max(self.free_at[rank], through - transit.latency - transit.held)
             filled.append(base + index)
         return filled
-
-    def _send(self, transit: Transit, slot: int, now: float) -> float:
-        """Send a message now; returns when its sender may compute on [s]."""
-        self.arrived[slot] = through = transit.carry(now)
-        return now if transit.held is None else max(now, through - transit.latency - transit.held)
 
     def _send_late(self, rank: int, start: float, ready: list[int], blocked: dict[int, list[int]]) -> float:
         """Send what waited for what this rank takes next; adds to `ready` who waits for it; returns when it computes
         on [s]."""
         for transit, slot in self.later[rank]:
-            start = self._send(transit, slot, start)
+            self.arrived[slot] = through = transit.carry(start)
+            start = max(start, through - transit.latency - (transit.held or 0.0))
             ready += blocked.pop(slot, ())
         self.later[rank].clear()
         return start
