@@ -89,6 +89,7 @@ class TransferTime:
     at_once: int | None = None
     on_card: bool = False  # whether a message takes a card that devices share
     sends: str = "beside"  # of a message, as its `Level` has it
+    buffer: float = 0.0  # bytes of a message that either end holds, likewise
 
     def seconds(self, num_bytes: float, *, number: int = 1) -> float:
         """Seconds of `num_bytes` in all, in `number` transfers (at least 1) that are begun together."""
@@ -126,6 +127,7 @@ class Topology:
                 busy_a_byte=1 / (level.message_bandwidth or math.inf),
                 on_card=level.devices_per_card is not None,
                 sends=level.sends,
+                buffer=level.buffer_bytes,
             )
             for link, level in zip(self.links, cluster.levels, strict=True)
         ]

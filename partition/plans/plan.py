@@ -106,7 +106,7 @@ def _links_as_json(links: Links) -> dict[str, object]:
     routes = [
         {"places": pair, "latency": way.latency, "seconds_per_byte": way.seconds_per_byte}
         | ({"on_card": True} if way.sending else {})
-        | {name: True for name in ("blocks", "meets") if getattr(way, name)}
+        | {name: value for name in ("blocks", "meets", "buffer") if (value := getattr(way, name))}
         for pair, way in links.network.routes.items()
     ]
     sums = [
@@ -132,6 +132,7 @@ def _links(record: Fields | None, *, num_places: int) -> Links | None:
             sending=ON_CARD if route.truth("on_card", default=False) else None,
             blocks=route.truth("blocks", default=False),
             meets=route.truth("meets", default=False),
+            buffer=route.number("buffer", default=0.0),
         )
         route.done()
     sums = []

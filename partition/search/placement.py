@@ -56,6 +56,7 @@ class Placement:
                     sending=ON_CARD if hop.on_card else None,
                     blocks=hop.sends != "beside",
                     meets=hop.sends == "rendezvous",
+                    buffer=hop.buffer if hop.sends == "rendezvous" else 0.0,
                 )
                 if a != b and routes.get((min(pair), max(pair))) != link:
                     routes[pair if out != back else (min(pair), max(pair))] = link
@@ -144,4 +145,4 @@ def _message_time(topology: Topology, src: tuple[Sequence[int], int], dst: tuple
     )
     message = topology.between(*ends, tensor=fewest)
     own = {name: getattr(message, name) / fewest for name in ("seconds_a_byte", "busy_a_byte")}
-    return replace(message, **own)
+    return replace(message, buffer=message.buffer * fewest, **own)

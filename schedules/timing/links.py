@@ -56,6 +56,9 @@ class Link:
         blocks: whether a rank continues computing only when its message has left.
         meets: and whether that is only once the receiver has ended the action before the one that takes it; each rank
             has one such message at a time. Where all ranks would wait for each other, senders compute on.
+        buffer: bytes that the transport holds at either end of a link that meets. A sender computes on when no more are
+            left to send; a message of at most two buffers doesn't wait for its receiver, only, if an activation, for
+            the gradient that its sender takes next, as in DeepSpeed's order, where the receiver sends that one before.
     """
 
     latency: float = 0.0
@@ -64,9 +67,10 @@ class Link:
     receiving: Hashable = None
     blocks: bool = False
     meets: bool = False
+    buffer: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(latency=self.latency, seconds_per_byte=self.seconds_per_byte)
+        _check(latency=self.latency, seconds_per_byte=self.seconds_per_byte, buffer=self.buffer)
         if self.meets and not self.blocks:
             raise ValueError("meets=True with blocks=False: expected blocks=True, too")
 
@@ -278,18 +282,19 @@ def _spread(name: str, value: Bytes, number: int) -> tuple[float, ...]:
 
 class Transit:
     """A message route in a simulation: each of its channels carries one message at a time; `free_at`: when they are
-    free [s]."""
+    free; `held`: its sender computes on so long before the last byte has left, None: at once [s]."""
 
-    __slots__ = ("_channels", "_free_at", "blocks", "latency", "seconds")
+    __slots__ = ("_channels", "_free_at", "held", "latency", "seconds")
 
     def __init__(
-        self, seconds: float, latency: float, channels: Sequence[int], free_at: list[float], blocks: bool = False
+        self, seconds: float, latency: float, channels: Sequence[int], free_at: list[float], held: float | None = None
     ) -> None:
         self.seconds, self.latency, self._channels, self._free_at = seconds, latency, channels, free_at
-        self.blocks = blocks
+        self.held = held
 
     def slower(self, times: float) -> Transit:
-        return Transit(self.seconds * times, self.latency * times, self._channels, self._free_at, self.blocks)
+        held = None if self.held is None else self.held * times
+        return Transit(self.seconds * times, self.latency * times, self._channels, self._free_at, held)
 
     def free_from(self, now: float) -> float:
         """The first time at which all channels are free, at or after `now` [s]."""

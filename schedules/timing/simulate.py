@@ -140,7 +140,7 @@ class _Simulation:
                 delay + each.way.latency,
                 each.channels,
                 free_at,
-                each.way.blocks,
+                each.way.buffer * each.way.seconds_per_byte if each.way.blocks else None,
             )
             for each, delay in zip(wiring.routes, self.delays, strict=True)
         ]
@@ -162,6 +162,7 @@ class _Simulation:
         self.held = defaultdict[tuple[int, int], deque[tuple[Transit, int]]](deque)
         self.last = defaultdict[tuple[int, int], float](float)
         self.unsent: list[set[int]] = [set() for _ in wiring.programs]  # slots, of messages that their sender waits for
+        self.later: list[list[tuple[Transit, int]]] = [[] for _ in wiring.programs]  # see `ScheduleWiring`
         for pair in (pair for own in wiring.posts for pair in own.get(0, ())):
             self.posted[pair].append(-math.inf)
         self.arrived = [_NOT_YET] * wiring.num_slots
@@ -224,7 +225,7 @@ class _Simulation:
         starts: list[list[float]] = [[] for _ in programs]
         ends: list[list[float]] = [[] for _ in programs]
         position = [0] * len(programs)
-        free_at, unsent = self.free_at, self.unsent
+        free_at, unsent, later = self.free_at, self.unsent, self.later
         blocked: dict[int, list[int]] = {}  # slot -> the ranks that wait for it
         events: list[tuple[float, int]] = []  # (end of the running action, rank)
         ready, now = list(range(len(programs))), 0.0
@@ -245,6 +246,7 @@ class _Simulation:
                     if arrival > start:
                         start = arrival
                 else:
+                    start = self._send_late(rank, start, ready, blocked) if later[rank] else start
                     starts[rank].append(start)
                     heappush(events, (start + durations[code][k], rank))
             if not events:
@@ -280,16 +282,29 @@ class _Simulation:
                 self.arrived[base + index] = now + delays[index]
             elif (pair := self.wiring.waits.get(base + index)) is not None:
                 self.held[pair].append((transit, base + index))
-                if transit.blocks:
+                if transit.held is not None:
                     self.unsent[rank].add(base + index)
                 filled += self._let_go(pair, now)
                 continue
+            elif base + index in self.wiring.later:
+                self.later[rank].append((transit, base + index))
+                continue
             else:
                 self.arrived[base + index] = through = transit.carry(now)
-                if transit.blocks:
-                    self.free_at[rank] = max(self.free_at[rank], through - transit.latency)
+                if transit.held is not None:
+                    self.free_at[rank] = max(self.free_at[rank], through - transit.latency - transit.held)
             filled.append(base + index)
         return filled
+
+    def _send_late(self, rank: int, start: float, ready: list[int], blocked: dict[int, list[int]]) -> float:
+        """Send what waited for what this rank takes next; adds to `ready` who waits for it; returns when it computes
+        on [s]."""
+        for transit, slot in self.later[rank]:
+            self.arrived[slot] = through = transit.carry(start)
+            start = max(start, through - transit.latency - (transit.held or 0.0))
+            ready += blocked.pop(slot, ())
+        self.later[rank].clear()
+        return start
 
     def _post(self, rank: int, place: int, now: float, ready: list[int]) -> list[int]:
         """A rank posts its receives at a place of its program; returns the slots that they fill, and adds to `ready`
@@ -316,7 +331,7 @@ class _Simulation:
         filled, posted, held = [], self.posted[pair], self.held[pair]
         while posted and held:
             (transit, slot), since = held.popleft(), posted.popleft()
-            if transit.blocks:
+            if transit.held is not None:
                 ends = pair if slot in self.unsent[pair[0]] else ()  # who waits
                 self.arrived[slot] = through = transit.carry(max([now, *(self.free_at[rank] for rank in ends)]))
                 for rank in ends:

@@ -83,6 +83,7 @@ class ScheduleWiring:
         waits: by slot, the pair of ranks, for messages that wait for their receive to be posted.
         waits_also: by rank and position, as `inputs` of the forward there, those of the backward that begins with it.
         posts: by rank and position (of those in `begins`), the pairs for which it posts a receive.
+        later: slots, of activations that leave once their sender has the gradient that it takes next.
         links: over which it is wired.
 
     Raises ValueError for links and costs that do not fit the schedule, ScheduleError for an action without a cost.
@@ -107,6 +108,7 @@ class ScheduleWiring:
         needs = Dependencies(schedule)
         self._lay_wires(needs)
         self.waits: dict[int, tuple[int, int]] = {}
+        self.later: set[int] = set()
         self.posts: list[dict[int, list[tuple[int, int]]]] = [{} for _ in schedule.programs]
         together = schedule.together
         self.waits_also: list[dict[int, list[int]]] = [
@@ -193,30 +195,46 @@ class ScheduleWiring:
         return tuple(self.code(op, stage) for stage, op, _ in makers)
 
     def _post_receives(self) -> None:
-        """Posts receives at the positions where `lower` does, for links that would idle without one (see `links`)."""
+        """Posts receives at the positions where `lower` does, for links that would idle without one (see `links`); and
+        finds what is sent later."""
         ahead = receives_ahead(max((each.num_bytes for each in self.routes), default=0.0))
+        meets = [each.way.meets and each.num_bytes > 2 * each.way.buffer for each in self.routes]
         slow = [
-            way.meets or (0 < (ahead - 2) * size * way.seconds_per_byte < 2 * way.latency and not way.blocks)
-            for *_, size, way, _ in self.routes
+            waits or (0 < (ahead - 2) * size * way.seconds_per_byte < 2 * way.latency and not way.blocks)
+            for waits, (*_, size, way, _) in zip(meets, self.routes, strict=True)
         ]
-        meet = {each[:2] for each in self.routes if each.way.meets}  # where it is posted just before it is needed
+        meet = {each[:2] for each, waits in zip(self.routes, meets, strict=True) if waits}  # posted just before needed
         sent: dict[tuple[int, int], list[int]] = {}  # slots, in the order of the sender
-        used: dict[int, int] = {}
-        playing = zip(self.programs, self.waits_also, strict=True)
-        for (codes, indices), also in playing if meet or (any(slow) and ahead < self.num_indices * len(slow)) else ():
+        made, used = dict[int, tuple[int, int]](), dict[int, tuple[int, int]]()  # by slot, rank and position
+        first: dict[int, list[int]] = {}  # slots of what the sender takes next
+        is_needed = any(each.way.meets for each in self.routes) or (any(slow) and ahead < self.num_indices * len(slow))
+        for rank, (codes, indices) in enumerate(self.programs if is_needed else ()):
             for at, (code, k) in enumerate(zip(codes, indices, strict=True)):
-                for base in (*self.inputs[code], *also.get(at, ())):
-                    used.setdefault(base + k, at)
+                for base in (*self.inputs[code], *self.waits_also[rank].get(at, ())):
+                    used.setdefault(base + k, (rank, at))
                 for base, _, routes, last in self.outputs[code]:
-                    if (p := routes[k]) is not None and slow[p] and (last is None or last[k] == code):
-                        self.waits[base + k] = self.routes[p][:2]
-                        sent.setdefault(self.waits[base + k], []).append(base + k)
+                    if (p := routes[k]) is not None and (last is None or last[k] == code):
+                        made[base + k] = rank, at
+                        if slow[p]:
+                            self.waits[base + k] = self.routes[p][:2]
+                            sent.setdefault(self.waits[base + k], []).append(base + k)
+                        elif self.routes[p].way.meets and code < self.num_stages:  # an activation
+                            first[base + k] = self._next_gradients(rank, at)
         for pair, slots in sent.items():
-            late = [used.get(slot, len(self.actions[pair[1]])) for slot in reversed(slots)]
+            late = [used.get(slot, (0, len(self.actions[pair[1]])))[1] for slot in reversed(slots)]
             early = sorted(late) if pair in meet else [0] * ahead + [at + 1 for at in sorted(late)]
             for place in map(min, reversed([*accumulate(late, min)]), early):
                 self.posts[pair[1]].setdefault(place, []).append(pair)
                 self.begins[pair[1]].setdefault(place, [])
+        for slot, taken in first.items():
+            if (end := used.get(slot)) and taken and all((end[0], -1) < made.get(each, end) < end for each in taken):
+                self.later.add(slot)
+
+    def _next_gradients(self, rank: int, at: int) -> list[int]:
+        """Slots of what a rank's next action takes from others, where that is a backward."""
+        found = self.actions[rank][at + 1 : at + 2]
+        codes = [(self.code(op, stage), k) for stage, op, k in found if op in BACKWARD_OPS]
+        return [base + k for code, k in codes for base in self.inputs[code]]
 
     # --- collectives ---
 

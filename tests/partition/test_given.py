@@ -266,7 +266,17 @@ def test_a_send_blocks_its_sender() -> None:
     assert step(two_hosts(sends="blocking"), HALVES, 2) == 24
     assert step(two_hosts(), HALVES, 2) == 22
     # Both ends, by hand: 0F0 0-2, sent 4; 0F1, 1F0 4-6; 1B0 6-10, both sent by 14; 1F1, 1B1 14-20; 0B0 14-18, sent 22
-    assert step(two_hosts(sends="rendezvous"), HALVES, 2) == 26
+    assert step(two_hosts(sends="rendezvous", buffer_bytes=0.0), HALVES, 2) == 26
+    # Either end holds half a message: 0F0 0-3, left but for that at 4, there at 5; 0F1 4-7; 1F0 5-6, 1B0 6-8, there at
+    # 10, when 0F1's leaves, there at 12; 0B0 11-17; 1F1 12-13, 1B1 13-15, there at 17; 0B1 17-23
+    early = [GivenStage("abc", [0]), GivenStage("d", [2])]
+    for held, seconds in ((0.9, 26), (1.0, 23)):
+        assert step(two_hosts(sends="rendezvous", buffer_bytes=held), early, 2) == seconds
+    # Two tensor ranks hold as much together, and their halves take 1 s: 0F1 3.5-6.5, its message 8-9; 0B0 8.5-14.5
+    groups = [GivenStage("abc", [0, 1], 2), GivenStage("d", [2, 3], 2)]
+    for held, seconds in ((0.4, 22), (0.5, 20.5)):
+        cluster = two_hosts(sends="rendezvous", buffer_bytes=held)
+        assert step(cluster, groups, 2, source=replace(PROFILE, tensor=2)) == seconds
     one = [GivenStage("ab", [0]), GivenStage("cd", [1])]
     assert step(two_hosts(sends="blocking"), one, 3) == pytest.approx(step(two_hosts(), one, 3))
 

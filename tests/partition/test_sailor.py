@@ -138,20 +138,20 @@ def test_iterations_without_a_fit() -> None:
     """Of each cluster and model, and of the rows that are held out; and a run as foretold by another of its plan."""
     kinds = [[*own] for _, own in groupby(rows(), lambda row: row[1:3])]  # GPT-Neo and OPT-350; OPT-350 at first, later
     found = [(len(own), round(off(own), 3), round(tau(own), 2)) for own in kinds]
-    assert found == [(11, 0.087, 1.0), (15, 0.084, 0.89), (9, 0.025, 0.94), (8, 0.086, 0.79)]
+    assert found == [(11, 0.087, 1.0), (15, 0.084, 0.89), (9, 0.019, 1.0), (8, 0.048, 0.86)]
     held, twice = [row for row in rows() if row.number % 2], [row for row in rows() if row.again]
-    assert [(round(off(each), 3), round(tau(each), 2)) for each in (rows(), held)] == [(0.073, 0.91), (0.061, 0.87)]
+    assert [(round(off(each), 3), round(tau(each), 2)) for each in (rows(), held)] == [(0.064, 0.93), (0.055, 0.87)]
     assert [round(each(twice, lambda row: row.again), 3) for each in (off, tau)] == [0.050, 0.962]
 
 
 def test_the_plan_that_is_foretold_to_be_fastest_is() -> None:
-    """Among those of the same devices and batch: in 15 of 16 groups; in the other one it takes 27% longer."""
+    """Among those of the same devices and batch: in 15 of 16 groups; in the other one it takes 10% longer."""
     groups: dict[object, list[Row]] = {}
     for row in rows():
         groups.setdefault((*row[1:3], sum(map(len, row.nodes)), row.batch), []).append(row)
     several = [own for own in groups.values() if len(own) > 1]
     regrets = [min(own, key=seconds).seconds / min(row.seconds for row in own) - 1 for own in several]
-    assert sorted(round(each, 2) for each in regrets) == [0.0] * 15 + [0.27]
+    assert sorted(round(each, 2) for each in regrets) == [0.0] * 15 + [0.1]
 
 
 def test_memory() -> None:
@@ -170,7 +170,7 @@ def test_iterations_after_every_second_one_is_known() -> None:
         scales = calibrate(seconds, [row for row in every if not row.number % 2], Scales()).constants
         found |= {row.number: seconds(row, scales) for row in every if row.number % 2}
     held = [row for row in rows() if row.number % 2]
-    assert [round(each(held, lambda row: found[row.number]), 3) for each in (off, tau)] == [0.047, 0.872]
+    assert [round(each(held, lambda row: found[row.number]), 3) for each in (off, tau)] == [0.041, 0.872]
 
 
 def program(stage: int, number: int, batches: int) -> list[tuple[str, str, int, int]]:
@@ -187,6 +187,35 @@ def program(stage: int, number: int, batches: int) -> list[tuple[str, str, int, 
         found += [("", what, k, stage)] * bool(what)
         last = what, k
     return found
+
+
+@given(st.data(), st.integers(2, 5), st.integers(1, 9), st.integers(0, 6), st.sampled_from((0.5, 0.75, 1, 2)))
+def test_messages_in_buffers_as_in_deepspeed(
+    data: st.DataObject, number: int, batches: int, sent: int, held: float
+) -> None:
+    """A message of one byte, of which either end holds so many: one follows the other, and its sender goes on when no
+    more is left to send."""
+    costs = [data.draw(st.lists(st.integers(1, 8), min_size=number, max_size=number)) for _ in "FB"]
+    programs, now = [program(stage, number, batches)[::-1] for stage in range(number)], [0.0] * number
+    there: dict[tuple[int, str, int], float] = {}
+    ends: dict[tuple[int, int], float] = {}
+    while left := sum(map(len, programs)):
+        for stage, own in enumerate(programs):
+            what, op, k, to = own[-1] if own else ("none", "", 0, stage)
+            if what == "none" or (what == "receive" and (to, op, k) not in there):
+                continue
+            if what == "receive":
+                now[stage] = max(now[stage], there[to, op, k])
+            elif what == "send":
+                there[stage, op, k] = ends[stage, to] = max(now[stage], ends.get((stage, to), 0.0)) + sent
+                now[stage] = max(now[stage], ends[stage, to] - held * sent)
+            else:
+                now[stage] += costs[op == "B"][stage]
+            own.pop()
+        assert sum(map(len, programs)) < left
+    links = Links(network=Link(seconds_per_byte=sent, blocks=True, meets=True, buffer=held), activation_bytes=1.0)
+    schedule = build("1f1b", num_ranks=number, num_microbatches=batches)
+    assert simulate(schedule, Costs(forward=costs[0], backward=costs[1]), links).makespan == max(now)
 
 
 @given(st.data(), st.integers(2, 5), st.integers(1, 9), st.integers(0, 6))

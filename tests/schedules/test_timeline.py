@@ -253,18 +253,19 @@ def check_sums(timeline: Timeline) -> None:
 
 @pytest.mark.thorough
 @steady
-@given(schedules_with_costs(), quarters, st.booleans())
+@given(schedules_with_costs(), quarters, st.booleans(), st.sampled_from((0.0, 0.5, 1.0)))
 @example(
     (build("zb-v", num_ranks=4, num_microbatches=8), Costs(forward=1.0, backward=2.0, input_grad=1.0, weight_grad=1.0)),
     0.25,
     True,
+    0.0,
 )
-@example((build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=2), Costs(forward=1.0)), 0.25, True)
+@example((build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=2), Costs(forward=1.0)), 0.25, True, 0.0)
 def test_a_rank_that_waits_for_its_own_message_to_leave_waits_for_a_transfer(
-    case: tuple[Schedule, Costs], a_byte: float, meets: bool
+    case: tuple[Schedule, Costs], a_byte: float, meets: bool, held: float
 ) -> None:
     schedule, costs = case
-    links = Links(network=Link(seconds_per_byte=a_byte, blocks=True, meets=meets), activation_bytes=1.0)
+    links = Links(network=Link(seconds_per_byte=a_byte, blocks=True, meets=meets, buffer=held), activation_bytes=1.0)
     timeline = simulate(schedule, costs, links)
     check_sums(timeline)
     assert all(made <= arrived for rank in timeline.ranks for _, made, arrived in rank.comm)
