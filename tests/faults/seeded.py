@@ -37,14 +37,12 @@ class Fault:
         return text.replace(self.old, self.new)
 
     def lines(self) -> range:
-        """The lines that the mistake changes."""
         text = (ROOT / self.file).read_text(encoding="utf-8")
         first = text[: text.index(self.old)].count("\n") + 1
         return range(first, first + self.old.count("\n") + 1)
 
 
 def read(room: str) -> list[Fault]:
-    """The faults of a room."""
     records = tomllib.loads((FAULTS / f"{room}.toml").read_text(encoding="utf-8"))
     return [Fault(name=name, **record) for name, record in records.items()]
 

@@ -57,7 +57,6 @@ CLUSTERS = st.sampled_from(
 
 
 def chain(size: int, **figures: float) -> Profile:
-    """Nodes in a row, alike."""
     values: dict[str, Any] = {"forward_seconds": 1.0, "backward_seconds": 2.0, **figures}
     return Profile(nodes=tuple(Node(name=f"n{i}", **values) for i in range(size)), microbatch_size=1)
 

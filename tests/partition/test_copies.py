@@ -21,8 +21,6 @@ KNOWN: dict[str, nn.Module] = {}
 
 
 class Layer(nn.Module):
-    """Counts its runs, and keeps the last result."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.BatchNorm1d(2)
@@ -216,8 +214,6 @@ def notes_shapes(module: nn.Module, inputs: object, output: Tensor) -> None:
 
 
 class Meter:
-    """As in many training scripts."""
-
     def __init__(self) -> None:
         self.total, self.history = 0.0, [0.0]
 

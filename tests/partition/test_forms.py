@@ -176,8 +176,6 @@ CPU = torch.device("cpu")
 
 
 class Reads(nn.Module):
-    """Reads a value, and does something beside."""
-
     def __init__(self, beside: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.beside = beside

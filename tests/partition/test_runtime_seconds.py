@@ -31,12 +31,10 @@ NODES = tuple(
 
 
 def cluster(num_devices: int = 2, *, bandwidth: float = 1e3, **figures: Any) -> Cluster:
-    """Devices on one level of links."""
     return Cluster(levels=(Level(name="net", size=num_devices, bandwidth=bandwidth, latency=0.125, **figures),))
 
 
 def profile(action_seconds: float, around_seconds: float = 0.0) -> Profile:
-    """Eight equal nodes."""
     return Profile(nodes=NODES, action_seconds=action_seconds, around_seconds=around_seconds)
 
 

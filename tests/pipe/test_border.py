@@ -161,8 +161,6 @@ def test_predict_wants_inputs_alone(loss_fn: Any) -> None:
 
 
 class Tied(Parts, table=lambda: nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), inner=lambda: layers(4)):
-    """One weight in front and behind."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x @ self.table) @ self.table.t()  # type: ignore[no-any-return]
 

@@ -135,8 +135,6 @@ def test_boundaries_by_name_before_all_of_them_and_bytes_as_simulated() -> None:
 
 
 class Skips(Parts, first=lambda: units()[0], second=lambda: units()[1], third=lambda: units()[2]):
-    """The first unit's output goes to each of the others."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         return self.third(self.second(x) + x) + x

@@ -66,7 +66,6 @@ class Trained(NamedTuple):
 
 
 def alone(num_replicas: int = 1) -> Trained:
-    """One plain process."""
     model = make_model()
     found = train_alone(model, (whole_batch(step, num_replicas) for step in range(STEPS)), momentum, clip=LIMIT)
     x, y = whole_batch(0, num_replicas)
@@ -173,8 +172,6 @@ def make_stages(num_stages: int) -> nn.Sequential:
 
 
 class Noting(torch.optim.SGD):
-    """Keeps gradients instead of using them."""
-
     def __init__(self, parameters: Any, noted: dict[int, list[Tensor]]) -> None:
         super().__init__(parameters, lr=1.0)
         self.noted = noted

@@ -75,7 +75,6 @@ def made(make: Callable[[], list[nn.Module]]) -> nn.Sequential:
 
 
 def pipelined(make: Callable[[], list[nn.Module]], **options: Any) -> Alone:
-    """Two steps."""
     settings = {"schedule": "1f1b", "num_microbatches": 4, "loss_fn": F.mse_loss, "optimizer": sgd, "timeout": 60.0}
     return train_piped(PipelineModule(made(make), **records(**(settings | options))), map(batch, range(2)))
 

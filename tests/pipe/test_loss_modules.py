@@ -309,8 +309,6 @@ def test_losses_with_counts_of_their_own_are_sums_of_shares() -> None:
 
 
 class Between(Trunk, embed=EMBED, blocks=BLOCKS, head=lambda: nn.Linear(HEADS_WIDTH, VOCABULARY)):
-    """The function itself, between modules."""
-
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         return sw.linear_cross_entropy(super().forward(tokens), self.head.weight, labels, self.head.bias)
 

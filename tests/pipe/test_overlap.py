@@ -194,8 +194,6 @@ def test_an_error_in_a_pair_is_raised_everywhere(gloo: Pool, at: str) -> None:
 
 
 class _Wire:
-    """Collectives that note their order."""
-
     def __init__(self) -> None:
         self.seeder = Seeder(0, torch.device("cpu"))
         self.exchanges = Exchanges(self.seeder)

@@ -38,8 +38,6 @@ def tower() -> nn.Sequential:
 
 
 class Towers(Parts, left=tower, right=tower, head=lambda: nn.Linear(2 * WIDTH, WIDTH)):
-    """Two towers side by side and a head: a graph, not a chain."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.cat([self.left(x), self.right(x)], dim=1))
 

@@ -25,8 +25,6 @@ M = 4
 
 
 class Island(Parts, inner=lambda: nn.Linear(WIDTH, WIDTH)):
-    """A layer that computes in float32, whatever is around it."""
-
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             return self.inner(x.float()).tanh()

@@ -23,8 +23,6 @@ NUM_SAMPLES, BATCH = 16, 4
 
 
 class Counted(Dataset[Any]):
-    """Writes down each sample that is fetched; draws random numbers for it."""
-
     def __init__(self, folder: Path | str, *, most: int = 1 << 30) -> None:
         self.folder, self.left = folder, most
 

@@ -84,8 +84,6 @@ def test_no_cut_parts_a_view_from_the_change_that_it_sees(model: type[nn.Module]
 
 
 class Halves(nn.Module):
-    """A tensor and a part of it."""
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = 2.0 * x
         return y, y[:, :4]
@@ -168,15 +166,11 @@ def test_tensors_that_only_lie_in_one_memory_are_passed(changes: str, batch: tup
 
 
 class NormTwice(Parts, norm=GIVEN, a=linear, b=linear):
-    """A traced model that runs one normalisation at its begin and at its end."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.b(self.a(self.norm(x))))
 
 
 class Counts(Parts, calls=lambda: torch.zeros(())):
-    """A buffer that is replaced by a new tensor."""
-
     def forward(self, x: Tensor) -> Tensor:
         self.calls = self.calls + 1
         return x * self.calls
@@ -241,8 +235,6 @@ class CountsOn(Counting):
 
 
 class GivesItsBuffer(Counting):
-    """The same in a chain."""
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.calls += self.training
         return self.a(x), self.calls

@@ -174,8 +174,6 @@ def test_calls_that_do_not_go_with_batches_under_way(
 
 
 class Moving(torch.optim.SGD):
-    """Puts its results into new memory."""
-
     def step(self, closure: Any = None) -> None:
         super().step()
         for group in self.param_groups:

@@ -157,8 +157,6 @@ def with_a_global(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Locked(nn.Linear):
-    """A layer that cannot be copied."""
-
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH, dtype=torch.float64)
         self.lock = threading.Lock()
@@ -217,8 +215,6 @@ def test_a_batch_that_microbatches_do_not_divide() -> None:
 
 
 class Scales(nn.Module):
-    """A layer that changes its input in place."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(1.5)
 

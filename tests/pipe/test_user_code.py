@@ -38,8 +38,6 @@ from stagewright.pipe import PipelineModule
 
 
 class Masked(Parts, sizes=lambda: torch.tensor([2, 4])):
-    """A boolean mask, a number read from a tensor, numpy, sizes in a buffer."""
-
     def forward(self, x: Tensor) -> Tensor:
         positive = x[x > 0]
         top = float(x.detach().abs().max())
@@ -63,8 +61,6 @@ def test_code_that_reads_values(middle: Callable[[], nn.Module], recompute: str)
 
 
 class Selects(nn.Module):
-    """Returns as many rows as are positive."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x[x[:, 0] > 0]
 
@@ -165,8 +161,6 @@ def test_random_numbers_of_any_kind_are_the_same_on_any_cut(options: dict[str, A
 
 
 class Drawn(Parts, draws=False, seen=lambda: []):
-    """Notes what it draws, and whether a graph is built meanwhile."""
-
     def forward(self, x: Tensor) -> Tensor:
         if self.draws:
             self.seen.append((torch.is_grad_enabled(), random.random(), np.random.rand()))

@@ -23,8 +23,6 @@ from stagewright.pipe import PipelineModule
 
 
 class Calls(Parts, linear=linear, function=GIVEN):
-    """A module from a function of its linear layer and its input."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self, x)
 
@@ -50,8 +48,6 @@ def grouped(module: Any, x: Tensor) -> Tensor:
 
 
 class Ema(nn.Module):
-    """Buffers that are assigned anew; counts its forwards."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.calls, self.history = linear(), 0, []
@@ -175,8 +171,6 @@ def test_a_module_deleted_or_replaced_between_steps_is_refused_by_what_reads_the
 
 
 class Sparse(nn.Module):
-    """Returns a sparse tensor."""
-
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(x).to_sparse()
 
@@ -273,8 +267,6 @@ def test_training_is_that_of_one_process(make: Callable[[], nn.Module]) -> None:
 
 
 class Scaled(models.Stack):
-    """Attributes that the code between the units reads."""
-
     def __init__(self) -> None:
         super().__init__()
         self.alpha, self.skips = 1.0, [0, 2]

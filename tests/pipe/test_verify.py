@@ -57,8 +57,6 @@ def batch_of(task: str, index: int = 0) -> tuple[Any, ...]:
 
 
 class Scales(nn.Linear):
-    """A layer that changes its input in place."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.mul_(1.5))
 
@@ -255,8 +253,6 @@ def test_a_loss_over_the_users_own_parameters_agrees_and_leaves_no_gradient(scal
 
 
 class Counting(Parts, count=0, seen=lambda: torch.zeros(())):
-    """Counts its calls, in evaluation as well, in an attribute, a table of all such modules, and a buffer."""
-
     calls: ClassVar[dict[str, int]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -284,8 +280,6 @@ def test_what_an_evaluation_changes_is_in_no_comparison_and_in_no_step() -> None
 
 
 class Normalised:
-    """A loss that divides by the mean of those before it."""
-
     def __init__(self) -> None:
         self.mean = 1.0
 

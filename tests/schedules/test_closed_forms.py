@@ -32,12 +32,10 @@ class Equal:
 
     @property
     def both(self) -> float:
-        """F + B [s]."""
         return self.F + self.back
 
     @property
     def work(self) -> float:
-        """Work of a rank [s]."""
         return self.M * self.n * self.V * self.both
 
     @property

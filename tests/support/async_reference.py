@@ -307,11 +307,9 @@ class _Replay:
                 self.last_updates[name] = d
 
     def stage(self, name: str) -> int:
-        """Stage of a parameter."""
         return self.stage_of[int(name.split(".", maxsplit=1)[0]) if len(self.stage_of) > 1 else 0]
 
     def batch(self, t: int, table: Sequence[Sequence[Use]]) -> float:
-        """Trains on batch t and returns its loss."""
         case, M = self.case, self.case.num_microbatches
         group = case.group_size
         inputs, target = make_batch(case, t, case.sizes[t])

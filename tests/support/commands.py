@@ -64,7 +64,6 @@ class Cli:
         return out
 
     def json(self, *words: str) -> Any:
-        """What it prints with --json."""
         return json.loads(self.text(*words, "--json"))
 
     def refused(self, *words: str) -> str:
@@ -166,7 +165,6 @@ def start_forked(
 
 
 def end_forked(ranks: Sequence[ForkedRank]) -> None:
-    """Kill what still runs."""
     for rank in ranks:
         rank.process.kill()
     for rank in ranks:
@@ -176,7 +174,6 @@ def end_forked(ranks: Sequence[ForkedRank]) -> None:
 
 
 def answer(rank: ForkedRank) -> Done:
-    """The outcome of a rank, once it has ended."""
     assert rank.answer.poll(_TIMEOUT), f"a rank is not done after {_TIMEOUT} s"
     try:
         done: Done = rank.answer.recv()

@@ -42,8 +42,6 @@ class WithNestedObjects(Stack):
 
 
 class Steps:
-    """An object in which blocks count themselves."""
-
     def __init__(self) -> None:
         self.number = 0
 
@@ -89,8 +87,6 @@ class ReadingBlock(Block):
 
 
 class SetsBetween(Stack):
-    """Attributes of blocks, set by the code between them."""
-
     def __init__(self) -> None:
         super().__init__(ReadingBlock)
 

@@ -44,8 +44,6 @@ class Listed(nn.Module):
 
 
 class Weights(nn.Module):
-    """Stacked weights of experts."""
-
     def __init__(self, number: int) -> None:
         super().__init__()
         self.num_experts = number

@@ -17,7 +17,6 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def wait() -> None:
-    """For the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

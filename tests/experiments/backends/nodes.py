@@ -101,7 +101,6 @@ def network_of(process: int) -> int:
 
 
 def processes_in(inode: int) -> list[str]:
-    """Processes in a network namespace."""
     return [path.name for path in Path("/proc").glob("[0-9]*") if network_of(int(path.name)) == inode]
 
 

@@ -37,7 +37,6 @@ def limited(seconds: int) -> Iterator[None]:
 
 
 def checked(case: Case) -> Verdict:
-    """As `check`, in limited time."""
     try:
         with limited(LIMIT):
             return check(case)
@@ -58,7 +57,6 @@ def script(case: Case, verdict: Verdict) -> str:
 
 
 def show(case: Case) -> None:
-    """Runs a case and says what became of it."""
     verdict = checker(case)(case)
     print(f"{verdict.kind} at call {verdict.at}: {verdict.what}\n{verdict.text}")
 

@@ -57,7 +57,6 @@ class AcceptedError(AssertionError):
 
 
 def make_schedule(case: Case) -> Any:
-    """A name where that says all."""
     from stagewright.schedules import Op, build
 
     if case.schedule == "custom":
@@ -141,7 +140,6 @@ class Piped:
         self.other_steps = self.other_steps_saved = 0  # forward_backward counts as a step, too
 
     def begin(self, model: nn.Module) -> None:
-        """A pipeline over the model, or over its stages."""
         self.model, self.loss = model, make_loss(self.case)
         self.names = first_names(model)
         self.pipe = make_pipeline(self.case, model, self.loss)

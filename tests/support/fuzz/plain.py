@@ -309,7 +309,6 @@ class Plain:
             one.load_state_dict(kept)
 
     def forward(self, at: int, call: Call) -> None:
-        """The user calls the model."""
         batch = make_batch(self.case, 100 * at, *call[1:])
         with evaluating(self.model, self.case):
             self.outcome.seen |= dict(flatten(f"{at}: output", self.model(*batch.args, **batch.kwargs)))
