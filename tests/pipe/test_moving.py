@@ -69,8 +69,7 @@ def watched(schedule: Schedule, model: nn.Module, *, autocast: bool = False, **o
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
     options["mesh"] = {"pipe": schedule.num_ranks}
     with sw.PipelineModule(
-        model,
-        **records(schedule=schedule, loss_fn=nn.functional.mse_loss, example_inputs=(x,), **options),
+        model, **records(schedule=schedule, loss_fn=nn.functional.mse_loss, example_inputs=(x,), **options)
     ) as pipe:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             pipe.forward_backward(x, x)

@@ -183,9 +183,7 @@ def test_an_interlaced_schedule_trains_as_one_process_does(ranks: int, stages: i
 
 def one_and_one(num_ranks: int, num_microbatches: int) -> Constraints:
     return Constraints(
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        rules=[in_flight(at_most=lambda rank: num_ranks - rank)],
+        num_ranks=num_ranks, num_microbatches=num_microbatches, rules=[in_flight(at_most=lambda rank: num_ranks - rank)]
     )
 
 

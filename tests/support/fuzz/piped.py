@@ -20,15 +20,7 @@ from support.replay_cases import random_order
 
 from . import changes
 from .cases import Call, Case, Outcome
-from .models import (
-    CHAINS,
-    Batch,
-    blocks_of,
-    first_names,
-    make_batch,
-    make_loss,
-    make_model,
-)
+from .models import CHAINS, Batch, blocks_of, first_names, make_batch, make_loss, make_model
 from .plain import autocast, batches_of, evaluating, flatten, kept_generators
 
 KEPT_BY_NAME = ("recompute", "max_grad_norm", "seed", "flush_first", "data_parallel", "verify")
