@@ -13,11 +13,11 @@ from support.alone import Alone, near, same_gradients, train_alone, train_piped
 from support.inside import Column, read_tensor_parallel
 from support.models import token_loss
 from support.parts import GIVEN, Parts
+from support.pipeline import assembled
 from support.plain import linear
 from support.pool import Pool
 from support.predictions import LATER, LENGTH, VOCABULARY, Block, batch, make_model, plain_loss
 from support.predictions import WIDTH as HEADS_WIDTH
-from support.records import records
 from support.small import WIDTH, X, Y, layers, make, sgd, stream
 from support.uneven import in_a_row
 from torch import Tensor, nn
@@ -180,11 +180,7 @@ def test_a_loss_that_reads_weights_of_another_stage_has_their_module(gloo: Pool)
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "2bw")
 STEPS = 3
-
-
-def pipeline(model: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {"loss_fn": "model", "num_microbatches": 4, "loss_weight": "samples", "timeout": 120.0}
-    return PipelineModule(model, **records(optimizer=sgd, **(settings | options)))
+pipeline = partial(assembled, loss_fn="model", num_microbatches=4, loss_weight="samples", optimizer=sgd)
 
 
 def alone(model: nn.Module, loss_of: Any, options: dict[str, Any]) -> Alone:

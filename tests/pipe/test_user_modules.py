@@ -13,8 +13,8 @@ from support import eager_objects as objects
 from support.alone import near, train_alone
 from support.inside import Arguments, RecordedUnits
 from support.parts import GIVEN, Parts
+from support.pipeline import assembled
 from support.plain import MICROBATCHES, STEPS, WIDTH, agree, batch, between_layers, linear, piped
-from support.records import records
 from support.small import make
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -229,9 +229,8 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
     return make().double()
 
 
-def pipeline(model: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {"num_microbatches": 4, "mesh": {"pipe": 2}, "loss_fn": F.mse_loss, "optimizer": sgd}
-    return PipelineModule(model, **records(**(settings | {"example_inputs": (X,)} | options)))
+OPTIONS: dict[str, Any] = {"num_microbatches": 4, "mesh": {"pipe": 2}, "loss_fn": F.mse_loss, "example_inputs": (X,)}
+pipeline = partial(assembled, optimizer=sgd, **OPTIONS)
 
 
 def equal(model: nn.Module, twin: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import stagewright as sw
 from support.inside import recording
+from support.pipeline import assembled
 
 WIDTH, VOCABULARY = 16, 24
 TOKENS = torch.randint(0, VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(0))
@@ -81,9 +83,7 @@ def net(build: str) -> Net:
     return model
 
 
-def make(model: nn.Module, **options: Any) -> sw.PipelineModule:
-    given: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 4, "loss_fn": loss, "optimizer": sgd, **options}
-    return sw.PipelineModule(model, **given)
+make = partial(assembled, mesh={"pipe": 2}, num_microbatches=4, loss_fn=loss, optimizer=sgd)
 
 
 def trained(build: Build, **options: Any) -> tuple[list[float | None], dict[str, torch.Tensor]]:
