@@ -125,14 +125,9 @@ def test_a_plain_loop_goes_on_from_an_exported_checkpoint(tmp_path: Path) -> Non
     scheduler = schedule_of(optimizer)
     optimizer.load_state_dict(saved["optimizers"][0])
     scheduler.load_state_dict(saved["schedulers"][0])
-    for step in range(3, 6):
-        x, y = batch(step)
-        loss = token_loss(plain(x), y)
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        assert pipe.train_step(*batch(step)).loss == loss.item()
+    more = [batch(step) for step in range(3, 6)]
+    wanted = train_alone(plain, more, lambda _: optimizer, loss_fn=token_loss, scheduler=lambda _: scheduler)
+    assert [pipe.train_step(*each).loss for each in more] == wanted.losses
     assert equal(plain.state_dict(), pipe.full_state_dict())
 
 

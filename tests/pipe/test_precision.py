@@ -207,15 +207,9 @@ def plain_norms() -> list[float]:
 
 def plain_state() -> tuple[dict[str, Tensor], list[float]]:
     """With clipping, without the update of the step that overflows; norms of the others."""
-    made, norms = model(), []
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        F.mse_loss(made(batch(step, MLP_WIDTH)[0]), batch(step, MLP_WIDTH)[1]).backward()
-        if step != AT[0]:
-            norms.append(nn.utils.clip_grad_norm_(made.parameters(), 0.1).item())
-            optimizer.step()
-    return made.state_dict(), norms
+    batches = [batch(step, MLP_WIDTH) for step in range(STEPS) if step != AT[0]]
+    found = train_alone(model(), batches, partial(torch.optim.SGD, lr=0.1, momentum=0.9), clip=0.1)
+    return found.state, found.norms
 
 
 def piped() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import traceback
 import types
 from collections import UserList
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,21 +16,7 @@ import torch.nn.functional as F
 from support import small
 from support.alone import near
 from support.parts import GIVEN, Parts
-from support.plain import (
-    MICROBATCHES,
-    STEPS,
-    WIDTH,
-    Between,
-    Make,
-    agree,
-    batch,
-    between_layers,
-    linear,
-    made,
-    nothing,
-    piped,
-    sgd,
-)
+from support.plain import MICROBATCHES, STEPS, WIDTH, Make, agree, between_layers, linear, piped, plain
 from support.reference import mix
 from support.small import X, Y, layers, make
 from torch import Tensor, nn
@@ -104,25 +91,19 @@ def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output * (1 + 0.1 * random.random() + 0.1 * np.random.rand()), target + torch.randn(()))
 
 
-def by_hand(make: Make, loss_fn: Any, between: Between = nothing) -> tuple[Any, list[float]]:
+def by_hand(make: Make, loss_fn: Any) -> tuple[Any, list[float]]:
     """One plain process that seeds each child of the model, and the loss, by itself."""
-    model = made(make)
-    optimizer, losses = sgd(model.parameters()), []
-    for step in range(STEPS):
-        between(model, step)
-        x, y = batch(step)
-        optimizer.zero_grad()
-        losses.append(0.0)
-        for k, (h, target) in enumerate(zip(x.tensor_split(MICROBATCHES), y.tensor_split(MICROBATCHES), strict=True)):
-            for unit, child in enumerate(model):
-                seed_all(mix(0, step, k, unit))
-                h = child(h)
-            seed_all(mix(0, step, k, -1))
-            loss = loss_fn(h, target) / MICROBATCHES
-            loss.backward()
-            losses[-1] += loss.item()
-        optimizer.step()
-    return model, losses
+    microbatches = product(range(STEPS), range(MICROBATCHES))
+
+    def loss_of(model: Any, h: Tensor, target: Tensor) -> Any:
+        at = next(microbatches)
+        for unit, child in enumerate(model):
+            seed_all(mix(0, *at, unit))
+            h = child(h)
+        seed_all(mix(0, *at, -1))
+        return loss_fn(h, target)
+
+    return plain(make, loss_of=loss_of)
 
 
 def seed_all(seed: int) -> None:

@@ -37,7 +37,7 @@ def nothing(model: Any, step: int) -> None:
     """Between two steps."""
 
 
-def plain(make: Make, between: Between = nothing) -> tuple[Any, list[float]]:
+def plain(make: Make, between: Between = nothing, **options: Any) -> tuple[Any, list[float]]:
     """The model after STEPS steps, and the losses."""
     model = made(make)
 
@@ -46,7 +46,8 @@ def plain(make: Make, between: Between = nothing) -> tuple[Any, list[float]]:
             between(model, step)
             yield batch(step)
 
-    return model, train_alone(model, batches(), lambda _: sgd(model.parameters()), parts=MICROBATCHES).losses
+    found = train_alone(model, batches(), lambda _: sgd(model.parameters()), parts=MICROBATCHES, **options)
+    return model, found.losses
 
 
 def piped(make: Make, between: Between = nothing, **options: Any) -> tuple[Any, list[float]]:
