@@ -114,7 +114,6 @@ MINE = """
 
 @pytest.fixture
 def mine(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the module own_mine, which is the current one."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "own_mine", raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -127,7 +126,6 @@ def losses(folder: Path) -> list[float]:
 
 
 def by_hand(steps: int, name: str = "model") -> list[float]:
-    """The result of plain PyTorch for the same model, batches and recipe."""
     own = sys.modules["own_mine"]
     torch.manual_seed(3)
     model, batches = getattr(own, name)(), islice(cycle(own.few()), steps)

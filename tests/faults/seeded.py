@@ -57,7 +57,6 @@ def copy(folder: Path) -> Path:
 
 
 def run_in(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python, in a copy and with it."""
     environment = os.environ | {"PYTHONPATH": str(root.parent)}
     command = [sys.executable, *arguments]
     return subprocess.run(
@@ -67,7 +66,6 @@ def run_in(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def seeded(root: Path, fault: Fault) -> Iterator[None]:
-    """The fault is in the copy within."""
     file = root / fault.file
     text, stat = file.read_text(encoding="utf-8"), file.stat()
     file.write_text(fault.seed(text), encoding="utf-8")

@@ -149,8 +149,6 @@ def test_what_reaches_nothing_is_left_alone() -> None:
 
 
 class Trainer:
-    """Holds the model beside what cannot be copied."""
-
     def __init__(self, model: nn.Module) -> None:
         self.parts, self.lock, self.share = {"model": [model]}, threading.Lock(), 2.0
 

@@ -36,7 +36,6 @@ WHOLE, SLICED = ("1f1b", "gpipe"), ("seq1f1b", "terapipe")
 
 
 def cuts(total: int) -> list[tuple[int, ...]]:
-    """All ways to cut so many in two or more."""
     inner = [each for n in range(1, total) for each in combinations(range(1, total), n)]
     return [tuple(b - a for a, b in pairwise((0, *each, total))) for each in inner]
 

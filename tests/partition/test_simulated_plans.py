@@ -54,7 +54,6 @@ def planned(cluster: Cluster = SLOW, M: int = 8, **options: Any) -> Plan:
 
 
 def read_again(found: Plan) -> SimulatedPlan:
-    """From the plan's file."""
     again = Plan.from_json(found.to_json())
     assert again == found
     return simulated(again)

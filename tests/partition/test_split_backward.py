@@ -126,7 +126,6 @@ def whole(model: nn.Module, x: Tensor) -> list[Tensor | None]:
 
 
 def first_half(model: nn.Module, x: Tensor) -> WeightGradients:
-    """Forward and I; what is left for W."""
     split, weights = SplitBackward(), WeightGradients()
     with split.forward():
         values = run(model, x)
@@ -242,8 +241,6 @@ class Transformed(nn.Module):
 
 
 class Work(TorchDispatchMode):
-    """Counts operations that compute or write; views take nothing."""
-
     def __init__(self) -> None:
         super().__init__()
         self.done: Counter[str] = Counter()

@@ -44,8 +44,6 @@ def test_the_factor_is_torchs(norm: float) -> None:
 
 
 class Branches(Parts, one=lambda: nn.Linear(WIDTH, WIDTH), two=lambda: nn.Linear(WIDTH, WIDTH)):
-    """Traced, with a child of each stage."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.two(self.one(x).relu())  # type: ignore[no-any-return]
 
@@ -95,8 +93,6 @@ class Odd(nn.Module):
 
 
 class Whole(Parts, inner=GIVEN):
-    """No chain: traced."""
-
     def forward(self, x: Tensor) -> Any:
         return self.inner(x)
 

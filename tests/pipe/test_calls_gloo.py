@@ -164,7 +164,6 @@ def open_and_close() -> list[tuple[int, int]]:
 
 
 def fail_and_close() -> list[tuple[int, int]]:
-    """The same after a step that fails on rank 1."""
     found = []
     for _ in range(4):
         pipe = pipeline(trip={1: raise_key_error})

@@ -180,7 +180,6 @@ def test_a_tensor_without_a_name_cannot_be_saved(tmp_path: Path) -> None:
 
 
 def unfrozen(count: int) -> nn.Sequential:
-    """The last `count` of four layers learn."""
     torch.manual_seed(3)
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)], nn.Linear(6, 2)).double()
     model[: 4 - count].requires_grad_(False)

@@ -180,7 +180,6 @@ def test_what_cannot_be_is_refused_before_a_step(compress: object, options: dict
 
 
 def two_on_the_second_rank() -> Schedule:
-    """Stage 0 on rank 0, stages 1 and 2 on rank 1."""
     rows = [["0F0", "0F1", "0F2", "0F3", "0B0", "0B1", "0B2", "0B3"]]
     rows.append([each for k in range(M) for each in (f"1F{k}", f"2F{k}", f"2B{k}", f"1B{k}")])
     return Schedule.from_csv("\n".join(map(",".join, rows)))

@@ -262,7 +262,6 @@ def _refused(kind: str) -> None:
 
 
 def _of_lengths(context: int) -> float:
-    """A batch of microbatches of other lengths."""
     generator, found = torch.Generator().manual_seed(1), []
     for length in (4, T):
         tokens = torch.randint(VOCABULARY, (2, length), generator=generator)

@@ -225,8 +225,6 @@ def linear() -> nn.Module:
 
 
 class Head(Parts, linear=lambda: linear().double()):
-    """A loss with parameters, alone on its stage."""
-
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(self.linear(output), target)
 

@@ -227,7 +227,6 @@ class Rotated(nn.Module):
 
 
 def rotated(*, is_given: bool = False, **options: Any) -> list[tuple[float | None, float]]:
-    """Losses of batches of several lengths, and those of one process."""
     torch.manual_seed(0)
     model: Any = Rotated().double()
     twin = copy.deepcopy(model)

@@ -40,8 +40,6 @@ class ScaledLoss(Scaled):
 
 
 class Net(Parts, one=linear, two=linear):
-    """No chain: traced."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.two(self.one(x).relu()) + x
 
@@ -153,8 +151,6 @@ def test_a_parameter_of_the_users_own_optimizer_is_not_refused() -> None:
 
 
 class WithWeights(Parts, held=GIVEN):
-    """A loss that reads weights of the first stage."""
-
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(output, target) + sum(p.square().mean() for p in self.held.parameters())
 

@@ -57,8 +57,6 @@ def block() -> nn.Module:
 
 
 class Checkpointed(Parts, block=block):
-    """A block whose author runs it again in the backward."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x + checkpoint(self.block, x, use_reentrant=False)
 
@@ -135,8 +133,6 @@ def leaf(*shape: int) -> Tensor:
 
 
 class Views(nn.Module):
-    """Two saved views of one storage, and one of the input."""
-
     def forward(self, x: Tensor) -> Tensor:
         hidden = x * 2
         first, second = hidden.chunk(2, dim=-1)

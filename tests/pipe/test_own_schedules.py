@@ -273,7 +273,6 @@ def test_classes_of_schedules_and_split_points_of_torch_are_taken(kind: Any, num
 
 
 def stage(module: nn.Module | None, index: int, num_stages: int) -> Any:
-    """A PipelineStage without a process group."""
     made = object.__new__(PipelineStage)
     made.submod, made.stage_index, made.num_stages = module, index, num_stages  # type: ignore[assignment]
     return made

@@ -102,7 +102,6 @@ PLANS = {
 
 
 def run(name: str) -> list[Any]:
-    """Two steps of training as planned."""
     kind, plan = PLANS[name]
     options: dict[str, Any] = {"loss_fn": F.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.05), "timeout": 120.0}
     found = train_piped(PipelineModule(made(kind), schedule=plan, **options), [(X, Y)] * 2)

@@ -213,7 +213,6 @@ def plain_state() -> tuple[dict[str, Tensor], list[float]]:
 
 
 def piped() -> dict[str, Any]:
-    """One process of the mesh."""
     replica = dist.get_rank() // 2
     settings: dict[str, Any] = {
         "mesh": {"data": 2, "tensor": 2},

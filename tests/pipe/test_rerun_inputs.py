@@ -19,8 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 
 class OfFunction(torch.autograd.Function):
-    """Returns its input's memory as if it were another."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.new_empty(0).set_(x.untyped_storage(), 0, x.shape, x.stride())  # type: ignore[call-overload]

@@ -233,8 +233,6 @@ def test_a_policy_of_the_users(policy: Any, word: str, monkeypatch: pytest.Monke
 
 
 class Cache:
-    """A layer adds to it, and the next ones read it."""
-
     def __init__(self) -> None:
         self.entries: dict[str, list[Tensor]] = {"seen": []}
 

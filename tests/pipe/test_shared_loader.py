@@ -108,7 +108,6 @@ def loader_of(
 
 
 def read_some(folder: Path, number: int, how: str) -> None:
-    """The reader, in a process of its own."""
     loader = loader_of(folder, 0, most=BATCH if how == "fails" else NUM_SAMPLES)
     (folder / "stands").touch()
     for batch in loader:

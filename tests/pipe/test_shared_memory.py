@@ -90,8 +90,6 @@ class Halves(nn.Module):
 
 
 class ChangesOne(Parts, act=GIVEN):
-    """In plain torch the part reads what ReLU wrote."""
-
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         whole, part = pair
         return self.act(whole) + F.pad(part, (0, WIDTH - 4))

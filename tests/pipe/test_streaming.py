@@ -189,8 +189,6 @@ def test_an_optimizer_that_moves_parameters() -> None:
 
 
 class Cached(nn.Module):
-    """Keeps its weight in a list, or a view of it in a tuple, from one forward to the next."""
-
     def __init__(self, keep: Callable[[nn.Parameter], Any] = lambda weight: [weight]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(WIDTH))

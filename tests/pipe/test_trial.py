@@ -102,7 +102,6 @@ def test_nothing_is_left_of_a_trial() -> None:
 
 
 def times(one: Plan, ratio: float) -> Plan:
-    """The plan with F and B that take so many times their seconds."""
     forward, backward = ([ratio * seconds for seconds in one.seconds(op)] for op in (Op.F, Op.B))
     return replace(one, costs=replace(one.costs, forward=forward, backward=backward))
 
@@ -190,7 +189,6 @@ def test_what_is_not_tried_says_why() -> None:
 
 
 def limited(found: Plan) -> Plan:
-    """With memory for itself alone."""
     return replace(found, stages=tuple(replace(s, memory_limit=s.memory_bytes) for s in found.stages))
 
 

@@ -72,8 +72,6 @@ class Draws(Parts, linear=linear, strength=1.0):
 
 
 class LayerDrop(Parts, blocks=lambda: nn.ModuleList(linear() for _ in range(4)), dropped=0):
-    """As wav2vec's encoder."""
-
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             if self.training and random.random() < 0.5:

@@ -234,7 +234,6 @@ pipeline = partial(assembled, optimizer=sgd, **OPTIONS)
 
 
 def equal(model: nn.Module, twin: nn.Module) -> None:
-    """Parameters, buffers and plain attributes of every module."""
     for tensors in (nn.Module.parameters, nn.Module.buffers):
         near([*tensors(model)], [*tensors(twin)])  # type: ignore[operator]
     for (name, mine), other in zip(model.named_modules(), twin.modules(), strict=True):

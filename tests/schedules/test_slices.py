@@ -85,7 +85,6 @@ def test_slices_that_do_not_fit(change: dict[str, object], message: str) -> None
 
 
 def cuts(total: int, num_slices: int | None = None) -> Iterator[tuple[int, ...]]:
-    """Every way to cut `total` tokens."""
     if total == 0:
         if not num_slices:
             yield ()

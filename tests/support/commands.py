@@ -35,8 +35,6 @@ _GRACE = 10.0  # [s] for the other ranks to say what became of them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """A command, or one rank of it, that has ended."""
-
     status: int
     stdout: str
     stderr: str
@@ -52,8 +50,6 @@ class ForkedRank(NamedTuple):
 
 
 class Cli:
-    """The command line in this process; words are split at blanks."""
-
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys, self.told = capsys, ""
 
@@ -77,7 +73,6 @@ class Cli:
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """The command line, without processes of its own."""
     return Cli(capsys)
 
 

@@ -30,8 +30,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """An LSTM, blocks, a tied head and a buffer that is computed."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
@@ -59,7 +57,6 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 @contextmanager
 def deferred(**options: Any) -> Iterator[None]:
-    """All tensors are large."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recording, "SMALL", 1)
         with sw.deferred(**options):
@@ -87,7 +84,6 @@ make = partial(assembled, mesh={"pipe": 2}, num_microbatches=4, loss_fn=loss, op
 
 
 def trained(build: Build, **options: Any) -> tuple[list[float | None], dict[str, torch.Tensor]]:
-    """Losses of three steps, and the weights then."""
     torch.manual_seed(3)
     with build():
         model = Net()

@@ -125,8 +125,6 @@ class CheckpointedTogether(Stack):
 
 
 class HooksBetween(Stack):
-    """A hook on a value that several blocks take."""
-
     def forward(self, x: Tensor) -> Tensor:
         first, second, third, fourth = self.blocks
         h = first(x)

@@ -14,8 +14,6 @@ class Layers:
 
 
 class Layer:
-    """Values that one block has seen so far."""
-
     def __init__(self) -> None:
         self.seen: Tensor | None = None
         self.scale: Tensor | None = None
@@ -53,8 +51,6 @@ class CountedBlock(Block):
 
 
 class CountsInAnObject(Stack):
-    """A block reads in an object what the one before it has written there."""
-
     def __init__(self) -> None:
         super().__init__(CountedBlock)
 

@@ -38,7 +38,6 @@ def nothing(model: Any, step: int) -> None:
 
 
 def plain(make: Make, between: Between = nothing, **options: Any) -> tuple[Any, list[float]]:
-    """The model after STEPS steps, and the losses."""
     model = made(make)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -51,7 +50,6 @@ def plain(make: Make, between: Between = nothing, **options: Any) -> tuple[Any, 
 
 
 def piped(make: Make, between: Between = nothing, **options: Any) -> tuple[Any, list[float]]:
-    """The same in a pipeline."""
     model = made(make)
     settings: dict[str, Any] = {"mesh": {"pipe": 2}, "cut": ["2"], "example_inputs": batch(0)[:1]}
     settings |= {"num_microbatches": MICROBATCHES, "loss_fn": F.mse_loss, "optimizer": sgd}
@@ -79,5 +77,4 @@ def linear() -> nn.Linear:
 
 
 def between_layers(*middle: Callable[[], nn.Module]) -> Make:
-    """A chain with these in its first stage."""
     return lambda: nn.Sequential(linear(), nn.Sequential(*[one() for one in middle]), linear(), nn.Tanh(), linear())

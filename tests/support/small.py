@@ -16,12 +16,10 @@ X, Y = (torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)) for
 
 
 def layers(count: int = 6) -> nn.Sequential:
-    """`count` linear layers."""
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(count)])
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer factory."""
     return torch.optim.SGD(parameters, lr=0.1)
 
 

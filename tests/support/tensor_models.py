@@ -41,8 +41,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A tied GPT: embedding, two blocks, norm, head."""
-
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)

@@ -33,7 +33,6 @@ def mean_over_words(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def make_batch(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[tuple[Tensor, Tensor]]:
-    """Microbatches of unequal length, and of one or two samples."""
     generator = torch.Generator().manual_seed(seed)
 
     def words(k: int, length: int) -> Tensor:

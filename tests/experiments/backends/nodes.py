@@ -88,7 +88,6 @@ def written(folder: Path) -> list[int]:
 
 
 def parent(process: int) -> int:
-    """The process that started this one, or adopted it."""
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 

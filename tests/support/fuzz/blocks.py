@@ -297,7 +297,6 @@ SCOPES = ["the module"]
 
 @contextmanager
 def scope(number: int) -> Iterator[None]:
-    """Sets it, as code between blocks does."""
     token = FACTOR.set(1.0 + number / 4)
     SCOPES.append(f"scope {number}")
     with torch.profiler.record_function(SCOPES[-1]):
@@ -307,8 +306,6 @@ def scope(number: int) -> Iterator[None]:
 
 
 class StateHooks(Block):
-    """Has other names in a state dict, and a state of its own."""
-
     def make(self) -> None:
         self.factor = torch.ones(1)
         self.register_state_dict_post_hook(_without_fc)

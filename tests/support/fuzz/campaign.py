@@ -45,7 +45,6 @@ def checked(case: Case) -> Verdict:
 
 
 def script(case: Case, verdict: Verdict) -> str:
-    """What shows the fault again."""
     what = verdict.what.replace("\n", " ")[:300]
     return (
         f"# {verdict.kind}: {what}\n"
@@ -104,7 +103,6 @@ class Report:
 def campaign(
     numbers: Iterable[int], *, gloo: bool = False, seconds: float = float("inf"), shrinks: bool = True
 ) -> Report:
-    """Runs these cases; prints a script for each new fault."""
     report, deadline = Report(), time.monotonic() + seconds
     for number in numbers:
         if time.monotonic() > deadline:

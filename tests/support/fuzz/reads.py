@@ -25,7 +25,6 @@ def prepare(model: Any) -> None:
 
 
 def reset() -> None:
-    """Globals and class attributes, which all models share."""
     global RATE
     RATE, Config.rate = 1.0, 1.0
     TABLE["rate"] = 1.0
