@@ -30,7 +30,7 @@ from support.inside import dynamic as dynamic_module
 
 from stagewright.partition import Cluster, DeviceKind, GivenStage, Level, Node, Plan, Profile, evaluate, partition, plan
 
-from .small import configuration, least_bottleneck, profiles
+from .small import chain, configuration, least_bottleneck, profiles
 
 SEEDS = 16
 
@@ -374,9 +374,8 @@ def test_orders() -> None:
 
 def test_too_large_for_unequal_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamic_module, "MAX_STEPS", 0)
-    profile = Profile(nodes=tuple(Node(name=name, forward_seconds=1, backward_seconds=1) for name in "abcd"))
     with pytest.raises(ValueError, match="5 cuts on 2 devices of several kinds: too large for unequal devices"):
-        partition(profile, cluster_of((1.0, 2.0)))
+        partition(chain(4), cluster_of((1.0, 2.0)))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -158,23 +158,12 @@ ALONE: dict[str, Any] = {"global_batch": 6, "data_sizes": (1,), "pipeline_sizes"
 
 def hybrid(**fields: Any) -> Profile:
     """Unequal layers; I and W together take 1.1 times as long as B."""
-    nodes = [
-        Node(
-            name=f"n{i}",
-            **{
-                "forward_seconds": size,
-                "backward_seconds": 2 * size,
-                "input_grad_seconds": 1.2 * size,
-                "weight_grad_seconds": size,
-                "update_seconds": 0.1 * size,
-                "activation_bytes": 1e5,
-                "stash_bytes": 1e6 * size,
-                "parameter_bytes": 1e6,
-                **fields,
-            },
-        )
-        for i, size in enumerate(SIZES)
-    ]
+    seconds = {"forward": 1, "backward": 2, "input_grad": 1.2, "weight_grad": 1, "update": 0.1}
+    usual = {"activation_bytes": 1e5, "parameter_bytes": 1e6}
+    nodes = []
+    for i, size in enumerate(SIZES):
+        own = {f"{name}_seconds": each * size for name, each in seconds.items()}
+        nodes.append(Node(name=f"n{i}", **usual | own | {"stash_bytes": 1e6 * size} | fields))
     return Profile(nodes=nodes, microbatch_size=1, action_seconds=0.01, around_seconds=0.5, max_grad_norm=1.0)
 
 
