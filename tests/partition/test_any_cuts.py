@@ -319,10 +319,9 @@ def test_best_of_all_orders(profile: Profile, speeds: list[float], limited: bool
 @pytest.mark.parametrize("pipeline", [1, 2, None])
 def test_runners_up_that_differ_in_the_devices_alone_are_named_once(pipeline: int | None) -> None:
     """Mirrored on nodes of two kinds stages take the same; of two or three such rows one says it all."""
-    nodes = [Node(name=n, forward_seconds=1, backward_seconds=2, parameter_bytes=1e6) for n in "abcdef"]
     others: list[Plan] = []
     found = plan(
-        Profile(nodes=nodes),
+        chain(6, parameter_bytes=1e6),
         cluster_of((1.0, 0.5, 0.5), size=2, bandwidth=1e9),
         global_batch=24,
         schedules=("1f1b",),

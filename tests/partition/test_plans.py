@@ -31,6 +31,8 @@ from stagewright.partition import (
 )
 from stagewright.schedules import Costs, Link, Links, Op, ScheduleError, build, check, simulate
 
+from . import small
+
 
 def stage(nodes: str, *ranks: int) -> PlanStage:
     return PlanStage(
@@ -317,8 +319,7 @@ def test_a_given_schedule_is_that_of_its_stages() -> None:
 @pytest.mark.thorough
 def test_where_a_named_schedule_is_better_it_is_taken() -> None:
     """Four equal layers on free links: replicas have no bubble."""
-    nodes = [Node(name=n, forward_seconds=1, backward_seconds=2) for n in "abcd"]
-    found = plan(Profile(nodes=nodes), Cluster.parse("4:net=1000GB/s"), global_batch=8, search="joint", seconds=0.2)
+    found = plan(small.chain(4), Cluster.parse("4:net=1000GB/s"), global_batch=8, search="joint", seconds=0.2)
     assert (found.replicas, found.schedule) == ((4,), "1f1b")
     assert "more than the best named schedule" in " ".join(found.explain().split())
     assert any(each.label.startswith("pipe 4, joint search") for each in found.runners_up)

@@ -161,10 +161,7 @@ def test_eighty_bytes_fit_in_eighty(devices: int, M: int, needed: float) -> None
     The first backward's gradients come while its microbatch is still there: after a batch of one 4 x 20 bytes, before
     the last of several backwards 10 more; of two stages each half.
     """
-    nodes = [
-        Node(name=name, forward_seconds=1, backward_seconds=2, parameter_bytes=10.0, stash_bytes=5.0) for name in "ab"
-    ]
-    profile, cluster = Profile(nodes=nodes, microbatch_size=1), Cluster.from_levels([(devices, 1e9)])
+    profile, cluster = small.chain("ab", parameter_bytes=10.0, stash_bytes=5.0), Cluster.from_levels([(devices, 1e9)])
     stages = [GivenStage("ab", [0])] if devices == 1 else [GivenStage("a", [0]), GivenStage("b", [1])]
     for part, over in ((1.0, False), (BELOW, True)):
         given = evaluate(profile, cluster, stages, num_microbatches=M, memory_limit=needed * part)

@@ -40,9 +40,6 @@ def test_the_factor_is_torchs(norm: float) -> None:
     )
 
 
-# --- a model whose weights other processes hold ---
-
-
 class Branches(Parts, one=lambda: nn.Linear(WIDTH, WIDTH), two=lambda: nn.Linear(WIDTH, WIDTH)):
     def forward(self, x: Tensor) -> Tensor:
         return self.two(self.one(x).relu())  # type: ignore[no-any-return]
@@ -151,9 +148,6 @@ def test_predict_wants_inputs_alone(loss_fn: Any) -> None:
         torch.testing.assert_close(found.output, model(X).detach())
     with pytest.raises(ValueError, match=r"2 inputs for a model that was built for 1: expected 1, and no target"):
         pipe.predict(X, Y)
-
-
-# --- weights changed between batches of an asynchronous schedule ---
 
 
 class Tied(Parts, table=lambda: nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), inner=lambda: layers(4)):

@@ -15,8 +15,6 @@ from support.reruns import WORDS, M, X, Y, equals_one_process, made, pipeline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# --- results that a policy keeps, changed through tensors that count no version of theirs ---
-
 
 class OfFunction(torch.autograd.Function):
     @staticmethod
@@ -200,9 +198,6 @@ def test_a_policy_may_keep_what_was_drawn() -> None:
         pipeline(model, recompute).forward_backward(X, Y)
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-
-
-# --- changes in place that only later forwards make ---
 
 
 class ChangesLater(Parts, seen=0, linear=lambda: nn.Linear(D, D)):

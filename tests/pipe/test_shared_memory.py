@@ -80,9 +80,6 @@ def test_no_cut_parts_a_view_from_the_change_that_it_sees(model: type[nn.Module]
         agree_with_one_process(model, ranks=ranks)
 
 
-# --- two values over the same memory, between the stages of a chain ---
-
-
 class Halves(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = 2.0 * x

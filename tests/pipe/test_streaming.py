@@ -57,9 +57,6 @@ def test_a_measured_timeline_spans_a_few_batches() -> None:
     assert {str(action)[1] for rank in timeline.ranks for action in rank.actions} == {"F", "B", "U"}
 
 
-# --- evaluation, checkpoints and changes with batches under way ---
-
-
 @pytest.mark.thorough(but=["2bw"])
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream", "paci"])
 def test_going_on_from_a_checkpoint_is_exact(schedule: str, tmp_path: Path) -> None:

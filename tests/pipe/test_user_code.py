@@ -169,9 +169,6 @@ def test_a_unit_that_begins_to_draw_later_is_seeded_from_the_next_batch_on(recom
         assert len(runs[0]) == MICROBATCHES
 
 
-# --- what decides whether anything wants a gradient ---
-
-
 class Sometimes(Parts, linear=linear, decide=GIVEN, uses=False, count=0):
     """All of a stage's parameters are used in some microbatches alone."""
 

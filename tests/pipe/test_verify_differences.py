@@ -138,9 +138,6 @@ def test_a_difference_is_named_with_its_cause(
     assert cause in told
 
 
-# --- what passes between units other than as a tensor: with verify=False nothing notices ---
-
-
 class Leaves(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
