@@ -24,14 +24,8 @@ def again(profile: Profile, cluster: Cluster, found: Plan, **options: Any) -> Pl
     """The plan without a word of what was found about it."""
     assert found.num_microbatches is not None
     assert found.schedule is not None
-    return evaluate(
-        profile,
-        cluster,
-        found.stages,
-        num_microbatches=found.num_microbatches,
-        schedule=found.build_schedule() if found.order else found.schedule,
-        **options,
-    )
+    options["schedule"] = found.build_schedule() if found.order else found.schedule
+    return evaluate(profile, cluster, found.stages, num_microbatches=found.num_microbatches, **options)
 
 
 @pytest.mark.thorough

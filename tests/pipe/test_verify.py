@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -23,6 +24,7 @@ from support.inside import (
 )
 from support.models import TASKS, make_batch, make_model, task_of
 from support.parts import Parts
+from support.pipeline import assembled
 from support.pool import Pool
 from support.records import records
 from support.reference import gradients
@@ -39,16 +41,9 @@ def pipe_of(task: str, schedule: str, **options: Any) -> PipelineModule:
     kind, loss = task_of(task).kind, task_of(task).loss
     num_stages = 4 if schedule == "interleaved" else 2
     model = make_model(task, num_stages=num_stages if kind == "stages" else None)
-    settings: dict[str, Any] = {
-        "schedule": schedule,
-        "mesh": {"pipe": 2},
-        "num_microbatches": 4,
-        "loss_fn": loss,
-        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-        "timeout": 120.0,
-    }
-    whole = {"stages": list(model.children())} if kind == "stages" else {"model": model}
-    return PipelineModule(**records(**whole, **(settings | options)))
+    momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    settings = {"mesh": {"pipe": 2}, "num_microbatches": 4, "optimizer": momentum, "loss_fn": loss}
+    return assembled(model, schedule=schedule, **(settings | options))
 
 
 def batch_of(task: str, index: int = 0) -> tuple[Any, ...]:

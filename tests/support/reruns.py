@@ -20,15 +20,8 @@ WORDS = ("none", "full", "layer", "selective")
 
 def pipeline(model: Any, recompute: Any, **options: Any) -> PipelineModule:
     what = {"stages": model} if isinstance(model, list) else {"model": model}
-    settings: dict[str, Any] = {
-        "num_microbatches": M,
-        "mesh": {"pipe": 2},
-        "loss_fn": F.mse_loss,
-        "example_inputs": (X,),
-        "recompute": recompute,
-        **what,
-    }
-    return PipelineModule(**records(**(settings | options)))
+    settings = {"num_microbatches": M, "mesh": {"pipe": 2}, "loss_fn": F.mse_loss, "example_inputs": (X,)}
+    return PipelineModule(**records(**what, recompute=recompute, **(settings | options)))
 
 
 def made(make: Callable[[], Any]) -> Any:

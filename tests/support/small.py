@@ -25,13 +25,8 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def make(**options: Any) -> PipelineModule:
     """The small pipeline, with other options where they are given."""
-    settings: dict[str, Any] = {
-        "num_microbatches": 4,
-        "mesh": {"pipe": 2},
-        "loss_fn": F.mse_loss,
-        "optimizer": sgd,
-        "example_inputs": (X,),
-    }
+    settings: dict[str, Any] = {"num_microbatches": 4, "mesh": {"pipe": 2}, "loss_fn": F.mse_loss}
+    settings |= {"optimizer": sgd, "example_inputs": (X,)}
     if "stages" not in options:
         settings["model"] = layers()
     return PipelineModule(**records(**(settings | options)))
