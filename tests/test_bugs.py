@@ -102,8 +102,6 @@ def test_replicas_of_2bw_with_odd_batches_do_not_deadlock(num_microbatches: int,
 
 
 class Unused(nn.Module):
-    """`extra` is never called."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body, self.extra, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)

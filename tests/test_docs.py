@@ -53,7 +53,6 @@ def named(page: Path) -> str:
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
-    """The fenced blocks of these languages."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.S | re.M)
     return [text for language, text in found if language in languages]
 
@@ -211,7 +210,6 @@ def missing_names(text: str) -> Iterator[str]:
 
 
 def is_name(dotted: str) -> bool:
-    """Whether it is a module, or something in one."""
     parts = dotted.split(".")
     for split in range(len(parts), 0, -1):
         try:

@@ -34,8 +34,6 @@ MOST = {
 
 
 class Source:
-    """One file of the package."""
-
     def __init__(self, path: Path) -> None:
         self.name = path.relative_to(ROOT).as_posix()
         self.text = path.read_text(encoding="utf-8")

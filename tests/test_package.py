@@ -125,7 +125,6 @@ def test_every_folder_of_code_stands_in_the_arrows():
 
 
 def said(program: str) -> list[str]:
-    """Words that a fresh interpreter prints, with nothing on standard error."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stderr == ""
     return done.stdout.split()

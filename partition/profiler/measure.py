@@ -162,9 +162,7 @@ def _measured(
 
 
 def _arguments(
-    model: nn.Module,
-    example: Sequence[object] | Mapping[str, object] | Arguments,
-    batch_dims: BatchDims | None,
+    model: nn.Module, example: Sequence[object] | Mapping[str, object] | Arguments, batch_dims: BatchDims | None
 ) -> Arguments:
     if isinstance(example, Arguments):
         return example

@@ -340,9 +340,8 @@ class PlanEvaluator:
         seconds = stage_seconds(sums, place.on, action=model.profile.action_seconds)
         if "full" in model.rules.sharding:  # each part of an update as if the state were divided or not, the faster one
             divided = stage_seconds(sums, place.on, shards=[c.counts[p] for p in c.positions])
-            ring, gather = least_rounds(
-                seconds.ring, divided.ring, divided.gather, gathers_ahead=sums.rounds.gathers_ahead
-            )
+            ahead = sums.rounds.gathers_ahead
+            ring, gather = least_rounds(seconds.ring, divided.ring, divided.gather, gathers_ahead=ahead)
             seconds = replace(seconds, ring=ring, step=divided.step, gather=gather)
         again = np.zeros(c.pipeline)
         if in_flight is not None:
@@ -402,8 +401,7 @@ class PlanEvaluator:
             bubble = max(0.0, whole.bubble)  # rounding may take it below
             bubble += (m - mean) * float(evaluated.seconds.work.sum()) / (c.pipeline * whole.makespan or 1.0)
             return replace(evaluated, memories=memories, simulated_seconds=whole.batch_seconds, bubble=bubble)
-        long_seconds, short = long
-        s = evaluated.seconds
+        (long_seconds, short), s = long, evaluated.seconds
         each = float((s.work + num_weight_grads(short.schedule) * s.overhead).sum())
         busy = mean / c.pipeline * each
         if s.busy_in_collectives.any():  # actions during sums are longer, in its drain alone

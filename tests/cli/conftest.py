@@ -8,7 +8,6 @@ __all__ = ["cli", "command", "text"]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -6,11 +6,14 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable
+from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import train_alone
 from support.commands import Cli, Done
 from support.inside import (
     OwnBatches,
@@ -22,7 +25,6 @@ from support.inside import (
     main,
     pipeline,
 )
-from torch import nn
 
 from stagewright.partition import PlanStage
 
@@ -112,7 +114,6 @@ MINE = """
 
 @pytest.fixture
 def mine(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the module own_mine, which is the current one."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "own_mine", raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -125,23 +126,12 @@ def losses(folder: Path) -> list[float]:
 
 
 def by_hand(steps: int, name: str = "model") -> list[float]:
-    """The result of plain PyTorch for the same model, batches and recipe."""
     own = sys.modules["own_mine"]
     torch.manual_seed(3)
-    model, data = getattr(own, name)(), own.few()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_curve(steps))
-    told = []
-    for step in range(steps):
-        x, y = data[step % len(data)]
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-        optimizer.step()
-        scheduler.step()
-        told.append(loss.item())
-    return told
+    model, batches = getattr(own, name)(), islice(cycle(own.few()), steps)
+    decay = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=learning_rate_curve(steps))
+    sgd = partial(torch.optim.SGD, lr=0.5)
+    return train_alone(model, batches, sgd, loss_fn=F.cross_entropy, clip=0.25, scheduler=decay).losses
 
 
 COMMON = ("--steps", "7", "--microbatches", "4", "--seed", "3", "--clip", "0.25", "--lr", "0.5", "--json")

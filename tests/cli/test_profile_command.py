@@ -12,21 +12,12 @@ from support.inside import folded, main, measured_links, size, summary
 from stagewright.partition import Cluster, Node, Profile
 
 SMALL = ("--layers", "2", "--width", "16", "--length", "8", "--seconds", "0.1")
-CHAIN = Profile(
-    nodes=tuple(
-        Node(
-            name=name,
-            forward_seconds=1,
-            backward_seconds=2,
-            activation_bytes=100,
-            parameter_bytes=10,
-            stash_bytes=1000,
-            workspace_bytes=workspace,
-        )
-        for name, workspace in zip("abcd", (5, 6, 7, 8), strict=True)
-    ),
-    optimizer_ratio=2.0,
-)
+SIZES = {"activation_bytes": 100, "parameter_bytes": 10, "stash_bytes": 1000}
+NODES = [
+    Node(name=name, forward_seconds=1, backward_seconds=2, workspace_bytes=5 + at, **SIZES)
+    for at, name in enumerate("abcd")
+]
+CHAIN = Profile(nodes=NODES, optimizer_ratio=2.0)
 
 
 @pytest.mark.thorough

@@ -249,11 +249,8 @@ def test_a_run_alone_is_compared_with_its_prediction(runs: Path, cli: Cli) -> No
 
 
 def test_plans_say_their_cut_and_memory(runs: Path, cli: Cli) -> None:
-    nodes = tuple(
-        Node(name=n, forward_seconds=1.0, backward_seconds=2.0, activation_bytes=8.0, parameter_bytes=100.0)
-        for n in "abcd"
-    )
-    profile = Profile(nodes=nodes, microbatch_size=1)
+    costs = {"forward_seconds": 1.0, "backward_seconds": 2.0, "activation_bytes": 8.0, "parameter_bytes": 100.0}
+    profile = Profile(nodes=[Node(name=name, **costs) for name in "abcd"], microbatch_size=1)
     for size in (2, 4):
         cluster = Cluster.parse(f"{size}:net=1GB/s")
         found = plan(profile, cluster, global_batch=8, pipeline_sizes=(size,), schedules=("1f1b",))

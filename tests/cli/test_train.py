@@ -255,7 +255,6 @@ def test_a_sample_cannot_command_the_terminal() -> None:
 
 
 def check_run(folder: Path, *, ranks: int, steps: int = 5) -> dict[str, object]:
-    """A run folder holds all that a run leaves."""
     names = {"manifest.json", "metrics.jsonl", "summary.json", "timeline.json", "timeline.png"}
     traces = {f"trace.rank{rank}.jsonl" for rank in range(ranks)}
     assert names | traces | {"timeline.perfetto.json"} <= {path.name for path in folder.iterdir()}

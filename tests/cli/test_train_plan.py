@@ -170,17 +170,8 @@ CLUSTER = Cluster.parse("4:net=100MB/s@1ms")
 
 
 def planned(schedule: str = "1f1b", *, batch: int = 8, context: int = 1, **restrictions: Any) -> Plan:
-    nodes = [
-        Node(
-            name=name,
-            forward_seconds=0.01,
-            backward_seconds=0.02,
-            activation_bytes=1e6,
-            parameter_bytes=1e6,
-            update_seconds=0.002,
-        )
-        for name in "abcdef"
-    ]
+    seconds = {"forward_seconds": 0.01, "backward_seconds": 0.02, "update_seconds": 0.002}
+    nodes = [Node(name=name, activation_bytes=1e6, parameter_bytes=1e6, **seconds) for name in "abcdef"]
     profile = Profile(nodes=nodes, microbatch_size=1, optimizer_ratio=2.0, tensor=context, context=context)
     settings: dict[str, Any] = {"pipeline_sizes": (4,), "data_sizes": (1,), "schedules": (schedule,)}
     return plan(profile, CLUSTER, global_batch=batch, runnable=True, **(settings | restrictions))

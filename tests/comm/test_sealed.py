@@ -31,8 +31,6 @@ from stagewright.comm import FailureBoard, MeshPlace, PipelineTimeout, World
 
 
 class Trap:
-    """A pickle that leaves a file."""
-
     def __init__(self, mark: Path) -> None:
         self.mark = mark
 
@@ -47,7 +45,6 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def written(value: str, key: str, secret: str) -> bytes:
-    """What a process with this secret writes there."""
     store = HashStore()
     SealedStore(store, secret).set(key, value)
     return store.get(key)

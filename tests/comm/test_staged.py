@@ -99,8 +99,6 @@ def test_each_copy_follows_what_makes_it_and_precedes_what_takes_it(monkeypatch:
 
 
 class LateSide(HostSide):
-    """Copies that are through when the test says so."""
-
     def __init__(self) -> None:
         self.gates: list[threading.Event] = []
 
@@ -159,7 +157,6 @@ def test_nothing_leaves_after_an_abort_and_a_send_that_fails_is_told() -> None:
 def backends(
     uuids: str, monkeypatch: pytest.MonkeyPatch, device: torch.device = CUDA, **environment: str
 ) -> list[tuple[str, list[int], bool]]:
-    """What processes on these devices choose."""
     store = dist.HashStore()
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

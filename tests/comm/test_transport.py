@@ -151,12 +151,10 @@ def test_every_type_and_layout_arrives_as_it_was(gloo: Pool) -> None:
 
 
 def tell() -> None:
-    """Let the other rank go."""
     dist.distributed_c10d._get_default_store().set("told", "")
 
 
 def until_told() -> None:
-    """Do nothing while the other rank waits."""
     dist.distributed_c10d._get_default_store().wait(["told"], timedelta(seconds=200))
 
 

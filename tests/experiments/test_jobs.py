@@ -71,7 +71,6 @@ def declaration(folder: Path, *whats: str, timeout: float = 400.0) -> Path:
 
 
 def started(folder: Path) -> list[str]:
-    """Cases started so far, in alphabetical order."""
     path = folder / "started"
     return sorted(path.read_text().split()) if path.exists() else []
 

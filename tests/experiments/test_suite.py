@@ -73,7 +73,6 @@ def test_a_real_run_of_a_stage_a_rank(gloo: Pool, tmp_path: Path, capsys: pytest
 
 
 def made_up(model: str) -> list[Figure]:
-    """Large figures of two stages."""
     case = Case.of({"model": model})
     shares = [("compute", 1.0), ("links", 1.0)]
     sizes = [(name, 123.4e6) for name in (*suite.PARTS, "peak")]

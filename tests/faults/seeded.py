@@ -37,14 +37,12 @@ class Fault:
         return text.replace(self.old, self.new)
 
     def lines(self) -> range:
-        """The lines that the mistake changes."""
         text = (ROOT / self.file).read_text(encoding="utf-8")
         first = text[: text.index(self.old)].count("\n") + 1
         return range(first, first + self.old.count("\n") + 1)
 
 
 def read(room: str) -> list[Fault]:
-    """The faults of a room."""
     records = tomllib.loads((FAULTS / f"{room}.toml").read_text(encoding="utf-8"))
     return [Fault(name=name, **record) for name, record in records.items()]
 
@@ -59,7 +57,6 @@ def copy(folder: Path) -> Path:
 
 
 def run_in(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python, in a copy and with it."""
     environment = os.environ | {"PYTHONPATH": str(root.parent)}
     command = [sys.executable, *arguments]
     return subprocess.run(
@@ -69,7 +66,6 @@ def run_in(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def seeded(root: Path, fault: Fault) -> Iterator[None]:
-    """The fault is in the copy within."""
     file = root / fault.file
     text, stat = file.read_text(encoding="utf-8"), file.stat()
     file.write_text(fault.seed(text), encoding="utf-8")

@@ -43,8 +43,6 @@ def nothing_left() -> None:
 
 
 class Block(nn.Module):
-    """A block of a transformer without attention: norm, up, gelu, down."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)

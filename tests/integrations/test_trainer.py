@@ -306,7 +306,6 @@ def test_a_loss_that_a_number_of_items_does_not_divide_is_known_before_it_runs(t
 
 
 def train_here(folder: Path, *, evaluates: bool = False, as_loaded: bool = False, dropout: float = 0.3) -> list[float]:
-    """Losses of a run in this process."""
     transformers.set_seed(0)
     dropouts = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
     model = transformers.GPT2LMHeadModel(

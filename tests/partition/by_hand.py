@@ -118,11 +118,7 @@ def apart(
 
 
 def sums_of(
-    profile: Profile,
-    cluster: Cluster,
-    places: Sequence[Sequence[int]],
-    held: Sequence[float],
-    shards: Sequence[int],
+    profile: Profile, cluster: Cluster, places: Sequence[Sequence[int]], held: Sequence[float], shards: Sequence[int]
 ) -> tuple[list[float], list[float]]:
     """By stage, seconds of the sum of its gradients over its ranks, and of the gather of weights updated in parts."""
     rings, gathers = [], []

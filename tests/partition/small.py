@@ -56,10 +56,10 @@ CLUSTERS = st.sampled_from(
 )
 
 
-def chain(size: int, **figures: float) -> Profile:
-    """Nodes in a row, alike."""
+def chain(names: int | str, **figures: float) -> Profile:
     values: dict[str, Any] = {"forward_seconds": 1.0, "backward_seconds": 2.0, **figures}
-    return Profile(nodes=tuple(Node(name=f"n{i}", **values) for i in range(size)), microbatch_size=1)
+    every = [f"n{i}" for i in range(names)] if isinstance(names, int) else names
+    return Profile(nodes=tuple(Node(name=name, **values) for name in every), microbatch_size=1)
 
 
 def configuration(**sizes: Any) -> Configuration:

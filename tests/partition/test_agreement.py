@@ -72,7 +72,6 @@ class Case:
         return self.evaluator.choices(self.configuration, self.ends, in_flight=in_flight)[0]
 
     def by_range(self) -> tuple[list[float], list[float]]:
-        """Seconds and bytes of each stage as the dynamic program sees them."""
         seconds, held = [], []
         for s, count in enumerate(self.counts):
             at = self.costs.ranges(count, sum(self.counts[s:]))
@@ -118,7 +117,6 @@ NODES = (
 
 
 def evaluated(schedule: str, replicas: tuple[int, int], nodes: tuple[Node, ...] = NODES) -> tuple[Candidate, Candidate]:
-    """Four microbatches of two stages."""
     model = Model(Profile(nodes=nodes), MemoryRules(optimizer_ratio=2.0))
     evaluator = PlanEvaluator(Topology(CLUSTER), lambda _size, _tensor: model)
     c = configuration(

@@ -30,7 +30,7 @@ from support.inside import dynamic as dynamic_module
 
 from stagewright.partition import Cluster, DeviceKind, GivenStage, Level, Node, Plan, Profile, evaluate, partition, plan
 
-from .small import configuration, least_bottleneck, profiles
+from .small import chain, configuration, least_bottleneck, profiles
 
 SEEDS = 16
 
@@ -319,10 +319,9 @@ def test_best_of_all_orders(profile: Profile, speeds: list[float], limited: bool
 @pytest.mark.parametrize("pipeline", [1, 2, None])
 def test_runners_up_that_differ_in_the_devices_alone_are_named_once(pipeline: int | None) -> None:
     """Mirrored on nodes of two kinds stages take the same; of two or three such rows one says it all."""
-    nodes = [Node(name=n, forward_seconds=1, backward_seconds=2, parameter_bytes=1e6) for n in "abcdef"]
     others: list[Plan] = []
     found = plan(
-        Profile(nodes=nodes),
+        chain(6, parameter_bytes=1e6),
         cluster_of((1.0, 0.5, 0.5), size=2, bandwidth=1e9),
         global_batch=24,
         schedules=("1f1b",),
@@ -374,9 +373,8 @@ def test_orders() -> None:
 
 def test_too_large_for_unequal_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamic_module, "MAX_STEPS", 0)
-    profile = Profile(nodes=tuple(Node(name=name, forward_seconds=1, backward_seconds=1) for name in "abcd"))
     with pytest.raises(ValueError, match="5 cuts on 2 devices of several kinds: too large for unequal devices"):
-        partition(profile, cluster_of((1.0, 2.0)))
+        partition(chain(4), cluster_of((1.0, 2.0)))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

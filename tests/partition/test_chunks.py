@@ -268,12 +268,7 @@ def test_more_stages_than_places(n: int, num_stages: int, crossing: list[float] 
 
 @pytest.mark.parametrize(
     ("weights", "crossing"),
-    [
-        ([1.0, -1.0], None),
-        ([1.0, math.nan], None),
-        ([1.0, 1.0], [0.0, -1.0]),
-        ([1.0, 1.0], [0.0]),
-    ],
+    [([1.0, -1.0], None), ([1.0, math.nan], None), ([1.0, 1.0], [0.0, -1.0]), ([1.0, 1.0], [0.0])],
 )
 def test_no_weights(weights: list[float], crossing: list[float] | None) -> None:
     with pytest.raises(ValueError, match="expected a number of at least 0 for each unit"):

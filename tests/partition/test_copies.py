@@ -21,8 +21,6 @@ KNOWN: dict[str, nn.Module] = {}
 
 
 class Layer(nn.Module):
-    """Counts its runs, and keeps the last result."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.BatchNorm1d(2)
@@ -151,8 +149,6 @@ def test_what_reaches_nothing_is_left_alone() -> None:
 
 
 class Trainer:
-    """Holds the model beside what cannot be copied."""
-
     def __init__(self, model: nn.Module) -> None:
         self.parts, self.lock, self.share = {"model": [model]}, threading.Lock(), 2.0
 
@@ -216,8 +212,6 @@ def notes_shapes(module: nn.Module, inputs: object, output: Tensor) -> None:
 
 
 class Meter:
-    """As in many training scripts."""
-
     def __init__(self) -> None:
         self.total, self.history = 0.0, [0.0]
 

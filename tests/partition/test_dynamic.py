@@ -89,12 +89,7 @@ def test_ties_take_the_fewest_devices_then_the_longest_first_stage() -> None:
 
 
 def test_memory_counts_versions_and_microbatches_in_flight() -> None:
-    profile = Profile(
-        nodes=tuple(
-            Node(name=n, forward_seconds=1, backward_seconds=1, parameter_bytes=10, buffer_bytes=1, stash_bytes=3)
-            for n in "ab"
-        )
-    )
+    profile = small.chain(2, backward_seconds=1, parameter_bytes=10, buffer_bytes=1, stash_bytes=3)
     expected = {"1f1b": (47, 44), "2bw": (57, 54), "paci": (47, 44), "pipedream": (57, 44)}
     for schedule, (first, last) in expected.items():
 
@@ -111,10 +106,7 @@ def test_memory_counts_versions_and_microbatches_in_flight() -> None:
 
 
 def range_costs(cluster: Cluster, *, schedule: str, num_microbatches: int | None) -> RangeCosts:
-    nodes = tuple(
-        Node(name=n, forward_seconds=1, backward_seconds=2, parameter_bytes=100, activation_bytes=10) for n in "abc"
-    )
-    cuts = all_cuts(Profile(nodes=nodes))
+    cuts = all_cuts(small.chain(3, parameter_bytes=100, activation_bytes=10))
     return RangeCosts(cuts, cluster, schedule=schedule, num_microbatches=num_microbatches)
 
 

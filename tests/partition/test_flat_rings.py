@@ -38,7 +38,6 @@ class Ring:
         self._idle = [True] * ranks
 
     def seconds(self) -> float:
-        """The time at which the last rank has all sums."""
         for rank in range(self.ranks):
             queue = deque(range(self.number))
             for _ in range(2):

@@ -131,7 +131,6 @@ class Structured(nn.Module):
 
 
 def run(model: nn.Module, arguments: Arguments) -> Any:
-    """Cut into one stage, and run."""
     cut = model_units(model, arguments, enter_unit=None).evenly(1)
     linked = cut.pieces[0].link(None, index=0, inputs=arguments.form)
     stage, flat, _ = first_run(cut.pieces[0], linked, arguments.tensors)
@@ -176,8 +175,6 @@ CPU = torch.device("cpu")
 
 
 class Reads(nn.Module):
-    """Reads a value, and does something beside."""
-
     def __init__(self, beside: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.beside = beside

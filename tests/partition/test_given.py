@@ -13,27 +13,19 @@ from support.inside import simulated_simulated as simulated
 from stagewright.partition import Cluster, DeviceKind, GivenStage, Level, Node, Plan, Profile, evaluate, partition, plan
 from stagewright.schedules import AllReduce, Costs, Link, Links, build, simulate
 
+from .small import chain
 from .test_planner_brute_force import CLUSTERS, chains
 
-NODES = tuple(
-    Node(name=name, forward_seconds=1, backward_seconds=2, stash_bytes=10, parameter_bytes=4, activation_bytes=2)
-    for name in "abcd"
-)
-PROFILE = Profile(nodes=NODES, microbatch_size=1)
+PROFILE = chain("abcd", stash_bytes=10, parameter_bytes=4, activation_bytes=2)
+NODES = PROFILE.nodes
 
 
 def again(profile: Profile, cluster: Cluster, found: Plan, **options: Any) -> Plan:
     """The plan without a word of what was found about it."""
     assert found.num_microbatches is not None
     assert found.schedule is not None
-    return evaluate(
-        profile,
-        cluster,
-        found.stages,
-        num_microbatches=found.num_microbatches,
-        schedule=found.build_schedule() if found.order else found.schedule,
-        **options,
-    )
+    options["schedule"] = found.build_schedule() if found.order else found.schedule
+    return evaluate(profile, cluster, found.stages, num_microbatches=found.num_microbatches, **options)
 
 
 @pytest.mark.thorough
@@ -324,6 +316,5 @@ def test_numbers_may_be_numpys() -> None:
 
 
 def test_bytes_that_are_too_many_by_a_part_of_one_add_up() -> None:
-    profile = Profile(nodes=[Node(name="a", forward_seconds=1, backward_seconds=2, stash_bytes=10)], microbatch_size=1)
     with pytest.raises(ValueError, match="needs 10 bytes on a device of 9, 1 too many"):
-        partition(profile, Cluster.from_levels([(1, 1e9)]), memory_limit=9.9999)
+        partition(chain("a", stash_bytes=10), Cluster.from_levels([(1, 1e9)]), memory_limit=9.9999)

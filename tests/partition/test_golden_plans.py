@@ -34,7 +34,6 @@ SCHEDULES = (["1f1b"], ["1f1b", "interleaved"], ["gpipe", "zb-h1"], ["zb-v", "1f
 
 
 def problem(number: int) -> tuple[Profile, Cluster, dict[str, Any], dict[str, Any]]:
-    """A profile, a cluster, and options of `plan` and of `partition`."""
     draw = random.Random(number)
 
     def node(at: int) -> Node:
@@ -104,7 +103,6 @@ def answers(number: int) -> dict[str, dict[str, object]]:
 
 
 def close(found: object, known: object) -> bool:
-    """Equal, figures to 12 digits."""
     if isinstance(found, dict) and isinstance(known, dict):
         return found.keys() == known.keys() and all(close(found[key], known[key]) for key in found)
     if isinstance(found, Sequence) and isinstance(known, list) and not isinstance(found, str):

@@ -45,8 +45,6 @@ class Slotted:
 
 
 class Config:
-    """Anything."""
-
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
 

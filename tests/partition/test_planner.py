@@ -314,16 +314,8 @@ def test_layouts_that_leave_much_idle_are_tried_where_nothing_else_fits() -> Non
 def test_one_large_workspace_is_charged_to_its_own_stage() -> None:
     """Forty nodes, the last of which needs a lot for a while; the first keep most, so that an even cut does not fit."""
     stash = [10.0] * 20 + [1.0] * 20
-    nodes = tuple(
-        Node(
-            name=f"n{i}",
-            forward_seconds=1.0,
-            backward_seconds=2.0,
-            stash_bytes=kept,
-            workspace_bytes=300.0 if i == 39 else 0.0,
-        )
-        for i, kept in enumerate(stash)
-    )
+    nodes = [replace(node, stash_bytes=kept) for node, kept in zip(chain(40).nodes, stash, strict=True)]
+    nodes[-1] = replace(nodes[-1], workspace_bytes=300.0)
     options = {"global_batch": 16, "pipeline_sizes": (4,), "data_sizes": (1,), "schedules": "1f1b"}
     cluster = Cluster.from_levels([(4, 1e9)])
     profile = Profile(nodes=nodes, microbatch_size=1)

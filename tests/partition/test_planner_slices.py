@@ -30,13 +30,12 @@ from stagewright.schedules import (
     with_overlap,
 )
 
-from .small import configuration
+from .small import chain, configuration
 
 WHOLE, SLICED = ("1f1b", "gpipe"), ("seq1f1b", "terapipe")
 
 
 def cuts(total: int) -> list[tuple[int, ...]]:
-    """All ways to cut so many in two or more."""
     inner = [each for n in range(1, total) for each in combinations(range(1, total), n)]
     return [tuple(b - a for a, b in pairwise((0, *each, total))) for each in inner]
 
@@ -128,13 +127,7 @@ def test_as_fast_as_the_best_of_all_families_cuts_and_lengths(first: int) -> Non
     assert True in chosen
 
 
-EQUAL = Profile(
-    nodes=[Node(name=f"n{i}", forward_seconds=1, backward_seconds=2) for i in range(4)],
-    microbatch_size=1,
-    sequence_tokens=64,
-    pair_share=0.5,
-    slice_share=0.02,
-)
+EQUAL = replace(chain(4), sequence_tokens=64, pair_share=0.5, slice_share=0.02)
 FREE = Cluster.from_levels([(4, 1e12)])
 
 

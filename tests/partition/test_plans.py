@@ -31,6 +31,8 @@ from stagewright.partition import (
 )
 from stagewright.schedules import Costs, Link, Links, Op, ScheduleError, build, check, simulate
 
+from . import small
+
 
 def stage(nodes: str, *ranks: int) -> PlanStage:
     return PlanStage(
@@ -158,23 +160,12 @@ ALONE: dict[str, Any] = {"global_batch": 6, "data_sizes": (1,), "pipeline_sizes"
 
 def hybrid(**fields: Any) -> Profile:
     """Unequal layers; I and W together take 1.1 times as long as B."""
-    nodes = [
-        Node(
-            name=f"n{i}",
-            **{
-                "forward_seconds": size,
-                "backward_seconds": 2 * size,
-                "input_grad_seconds": 1.2 * size,
-                "weight_grad_seconds": size,
-                "update_seconds": 0.1 * size,
-                "activation_bytes": 1e5,
-                "stash_bytes": 1e6 * size,
-                "parameter_bytes": 1e6,
-                **fields,
-            },
-        )
-        for i, size in enumerate(SIZES)
-    ]
+    seconds = {"forward": 1, "backward": 2, "input_grad": 1.2, "weight_grad": 1, "update": 0.1}
+    usual = {"activation_bytes": 1e5, "parameter_bytes": 1e6}
+    nodes = []
+    for i, size in enumerate(SIZES):
+        own = {f"{name}_seconds": each * size for name, each in seconds.items()}
+        nodes.append(Node(name=f"n{i}", **usual | own | {"stash_bytes": 1e6 * size} | fields))
     return Profile(nodes=nodes, microbatch_size=1, action_seconds=0.01, around_seconds=0.5, max_grad_norm=1.0)
 
 
@@ -328,8 +319,7 @@ def test_a_given_schedule_is_that_of_its_stages() -> None:
 @pytest.mark.thorough
 def test_where_a_named_schedule_is_better_it_is_taken() -> None:
     """Four equal layers on free links: replicas have no bubble."""
-    nodes = [Node(name=n, forward_seconds=1, backward_seconds=2) for n in "abcd"]
-    found = plan(Profile(nodes=nodes), Cluster.parse("4:net=1000GB/s"), global_batch=8, search="joint", seconds=0.2)
+    found = plan(small.chain(4), Cluster.parse("4:net=1000GB/s"), global_batch=8, search="joint", seconds=0.2)
     assert (found.replicas, found.schedule) == ((4,), "1f1b")
     assert "more than the best named schedule" in " ".join(found.explain().split())
     assert any(each.label.startswith("pipe 4, joint search") for each in found.runners_up)

@@ -177,14 +177,7 @@ def test_typical_seconds_add_up_to_what_the_whole_took_on_average() -> None:
 
 def test_sizes_of_parameters_are_kept_and_checked() -> None:
     """Without them nothing is known: all count as small."""
-    known = Node(
-        name="a",
-        forward_seconds=1,
-        backward_seconds=2,
-        parameter_bytes=10,
-        largest_parameter_bytes=6,
-        small_parameter_bytes=4,
-    )
+    known = node("a", parameter_bytes=10, largest_parameter_bytes=6, small_parameter_bytes=4)
     profile = Profile(nodes=[known])
     assert Profile.from_json(profile.to_json(), source="p.json") == profile
     lacking = json.loads(profile.to_json())

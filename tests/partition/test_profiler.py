@@ -85,8 +85,6 @@ def test_what_a_forward_takes_longer_for_a_split_backward_counts_to_i() -> None:
 
 
 class Counted(nn.Linear):
-    """Counts its forwards."""
-
     def __deepcopy__(self, memo: object) -> nn.Module:
         return self
 

@@ -171,7 +171,6 @@ def fitted(table: str, rows: Iterable[int], constants: Sequence[str]) -> DeviceM
 
 
 def layouts(table: str) -> list[set[int]]:
-    """Those of hidden, T, replicas and P."""
     found: dict[tuple[int, ...], set[int]] = {}
     for at, row in published(table).items():
         found.setdefault((row.hidden, row.tensor, row.data, row.pipeline), set()).add(at)

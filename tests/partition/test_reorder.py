@@ -24,24 +24,15 @@ from support.inside import simulated_simulated as simulated
 from stagewright.partition import Cluster, Node, Plan, PlanStage, Profile, plan
 from stagewright.schedules import Costs, MemoryLimitError, Op, Schedule, ScheduleError, check, simulate
 
+from .small import chain
+
 CLUSTER = Cluster.parse("1x4:nvlink=10GB/s@10us,net=1GB/s@10us")
 
 
 def profile(*, split: bool = True) -> Profile:
     """Eight nodes; W takes 3/7 of I and W."""
     halves = {"input_grad_seconds": 0.012, "weight_grad_seconds": 0.009} if split else {}
-    nodes = [
-        Node(
-            name=f"n{i}",
-            forward_seconds=0.01,
-            backward_seconds=0.02,
-            parameter_bytes=1e6,
-            activation_bytes=1e5,
-            **halves,
-        )
-        for i in range(8)
-    ]
-    return Profile(nodes=nodes, microbatch_size=1)
+    return chain(8, forward_seconds=0.01, backward_seconds=0.02, parameter_bytes=1e6, activation_bytes=1e5, **halves)
 
 
 def planned(schedule: str, *, pipeline: int, data: int, chunks: int = 2, **options: Any) -> Plan:

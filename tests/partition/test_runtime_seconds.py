@@ -19,24 +19,19 @@ from support.inside import (
 )
 from support.inside import simulated_simulated as simulated
 
-from stagewright.partition import Cluster, Level, Node, Plan, Profile, partition, plan
+from stagewright.partition import Cluster, Level, Plan, Profile, partition, plan
 from stagewright.schedules import Costs, simulate, synthesize
 
-from .small import configuration
+from .small import chain, configuration
 
-NODES = tuple(
-    Node(name=f"n{i}", forward_seconds=1.0, backward_seconds=2.0, activation_bytes=5, parameter_bytes=20)
-    for i in range(8)
-)
+NODES = chain(8, activation_bytes=5, parameter_bytes=20).nodes
 
 
 def cluster(num_devices: int = 2, *, bandwidth: float = 1e3, **figures: Any) -> Cluster:
-    """Devices on one level of links."""
     return Cluster(levels=(Level(name="net", size=num_devices, bandwidth=bandwidth, latency=0.125, **figures),))
 
 
 def profile(action_seconds: float, around_seconds: float = 0.0) -> Profile:
-    """Eight equal nodes."""
     return Profile(nodes=NODES, action_seconds=action_seconds, around_seconds=around_seconds)
 
 

@@ -17,9 +17,10 @@ from support.inside import (
     simulated_simulated,
 )
 
-from stagewright.partition import Cluster, GivenStage, Level, Node, Plan, Profile, evaluate, plan
+from stagewright.partition import Cluster, GivenStage, Level, Plan, evaluate, plan
 from stagewright.schedules import AllReduce
 
+from .small import chain
 from .test_transformer import COUNTER, FEW, SMALL, profile_of
 
 MEMORY = replace(COUNTER, memory_bandwidth=1.0, peak_flops=1e30)  # a second a byte, products at once
@@ -202,8 +203,7 @@ def test_the_runtime_takes_its_time_around_each_action() -> None:
 
 def test_weights_that_are_gathered_first_are_waited_for() -> None:
     """With one stage nothing hides the gather before the first forward; the plan's file keeps when it comes."""
-    nodes = [Node(name=name, forward_seconds=1.0, backward_seconds=2.0, parameter_bytes=4e9) for name in "abcd"]
-    after, ahead = (Profile(nodes=nodes, microbatch_size=1, gathers_ahead=each) for each in (False, True))
+    after, ahead = (replace(chain("abcd", parameter_bytes=4e9), gathers_ahead=each) for each in (False, True))
     stages, cluster = [GivenStage("abcd", [0, 1], 1, "none", 2)], Cluster.from_levels([(2, 1e9)])
     found = [evaluate(profile, cluster, stages, num_microbatches=4) for profile in (after, ahead)]
     assert [each.simulated_step_time for each in found] == [4 / 2 * 12 + 8 + 8] * 2  # work, sums, gather
@@ -218,8 +218,7 @@ LARGE = {"parameter_bytes": 4e9, "largest_parameter_bytes": 4e9, "small_paramete
 @pytest.mark.parametrize(("rate", "step"), [(1e9, 4 + 2 + 4 * 4), (4e9, 4 + 8 + 1)], ids=["links-wait", "work-waits"])
 def test_buckets_are_summed_as_the_last_backward_makes_them(rate: float, step: float) -> None:
     """Four buckets, one after every two seconds of the backward, each 4e9 bytes over a ring of two."""
-    nodes = [Node(name=name, forward_seconds=1.0, backward_seconds=2.0, **LARGE) for name in "abcd"]
-    profile, cluster = Profile(nodes=nodes, microbatch_size=1, sums_early=True), Cluster.from_levels([(2, rate)])
+    profile, cluster = replace(chain("abcd", **LARGE), sums_early=True), Cluster.from_levels([(2, rate)])
     found = evaluate(profile, cluster, [GivenStage("abcd", [0, 1])], num_microbatches=2)
     assert found.simulated_step_time == pytest.approx(step)
     again = Plan.from_json(found.to_json())
@@ -229,8 +228,7 @@ def test_buckets_are_summed_as_the_last_backward_makes_them(rate: float, step: f
 
 def test_sums_of_a_divided_optimizer_may_be_whole_and_wait_for_all_of_the_backward() -> None:
     """One sum, as long as an undivided optimizer's, then a part of each parameter from each replica by itself."""
-    nodes = [Node(name=name, forward_seconds=1.0, backward_seconds=2.0, part_seconds=0.5, **LARGE) for name in "ab"]
-    profile = Profile(nodes=nodes, microbatch_size=1, sums_early=True, sums_whole=True)
+    profile = replace(chain("ab", part_seconds=0.5, **LARGE), sums_early=True, sums_whole=True)
     cluster = Cluster(levels=(Level(name="net", size=4, bandwidth=1e9, latency=0.25),))
     sums = {}
     for shards in (1, 4):
@@ -246,8 +244,7 @@ def test_sums_of_a_divided_optimizer_may_be_whole_and_wait_for_all_of_the_backwa
 @pytest.mark.parametrize("schedule", ["interleaved", "1f1b"])
 def test_chunks_of_a_rank_are_a_bucket_each(schedule: str) -> None:
     """Their latency counts once, and nothing of them is summed before their last backward ends."""
-    nodes = [Node(name=name, forward_seconds=1.0, backward_seconds=2.0, **LARGE) for name in "abcdefgh"]
-    profile = Profile(nodes=nodes, microbatch_size=1, sums_early=True, sums_by_chunk=True)
+    profile = replace(chain("abcdefgh", **LARGE), sums_early=True, sums_by_chunk=True)
     cluster, chunks = Cluster.parse("4:net=4GB/s@0.25s"), 2 if schedule == "interleaved" else 1
     places, own_nodes = [range(2), range(2, 4)] * chunks, ("ab", "cd", "ef", "gh") if chunks == 2 else ("abcd", "efgh")
     stages = [GivenStage(own, at) for own, at in zip(own_nodes, places, strict=True)]
@@ -292,11 +289,7 @@ def test_attention_is_as_fast_as_its_kernels_fused_or_not() -> None:
 )
 def test_profiles_of_one_model_have_one_kind_of_gradients(field: str) -> None:
     other: dict[str, Any] = {"gradient_ratio": 2.0, "gather_ratio": 0.5}
-    nodes = [Node(name="a", forward_seconds=1.0, backward_seconds=2.0)]
-    profiles = [
-        Profile(nodes=nodes, microbatch_size=1),
-        Profile(nodes=nodes, microbatch_size=2, **{field: other.get(field, True)}),
-    ]
+    profiles = [chain("a"), replace(chain("a"), microbatch_size=2, **{field: other.get(field, True)})]
     with pytest.raises(ValueError, match=field):
         plan(profiles, Cluster.from_levels([(1, 1e9)]), global_batch=2)
 

@@ -36,17 +36,10 @@ from stagewright.schedules import FAMILIES, Costs, Timeline, build, simulate
 from . import small
 
 SLOW = Cluster.parse("4:net=10B/s@0.25s")
-NODES = tuple(
-    Node(
-        name=f"n{i}",
-        forward_seconds=1 + i % 3 / 7,
-        backward_seconds=2 + i % 2 / 3,
-        activation_bytes=5 + i,
-        parameter_bytes=20 + i,
-        update_seconds=0.3,
-    )
-    for i in range(8)
-)
+NODES = []
+for i, node in enumerate(small.chain(8, update_seconds=0.3).nodes):
+    seconds = {"forward_seconds": 1 + i % 3 / 7, "backward_seconds": 2 + i % 2 / 3}
+    NODES.append(replace(node, activation_bytes=5 + i, parameter_bytes=20 + i, **seconds))
 
 
 def planned(cluster: Cluster = SLOW, M: int = 8, **options: Any) -> Plan:
@@ -54,7 +47,6 @@ def planned(cluster: Cluster = SLOW, M: int = 8, **options: Any) -> Plan:
 
 
 def read_again(found: Plan) -> SimulatedPlan:
-    """From the plan's file."""
     again = Plan.from_json(found.to_json())
     assert again == found
     return simulated(again)
@@ -295,8 +287,7 @@ def test_what_slowly_gets_out_of_step_is_not_steady() -> None:
 @pytest.mark.parametrize(("schedule", "P", "V"), [("1f1b", 3, 1), ("2bw", 3, 1), ("interleaved", 4, 3)])
 def test_what_is_in_flight_is_that_of_the_whole_batch(schedule: str, P: int, V: int) -> None:
     """Memory of a short batch where it holds exactly as much; interleaved groups of other sizes hold more."""
-    nodes = tuple(Node(name=f"n{i}", forward_seconds=1, backward_seconds=2) for i in range(P * V))
-    evaluator = evaluator_of(Profile(nodes=nodes), 1e9, P)
+    evaluator = evaluator_of(small.chain(P * V), 1e9, P)
     for M in range(5 * P, 7 * P):
         counted = evaluator.schedules.in_flight(configuration(schedule, P, V, M), exact=True)
         chunks = V if V > 1 else None
@@ -318,12 +309,10 @@ def test_very_long_batches_are_planned_by_short_ones() -> None:
     assert short_batches(configuration("interleaved", 4, 2, 10**6 + 1), 10**6 + 1) == ()
     assert short_batches(configuration("1f1b", 4, 1, 40), 40) == ()
     # A million microbatches: every layout is simulated, and the plan's seconds are its work and its fill.
-    nodes = tuple(Node(name=f"n{i}", forward_seconds=1, backward_seconds=2, parameter_bytes=1e9) for i in range(4))
-    found = plan(
-        Profile(nodes=nodes), Cluster.from_levels([(4, 1e3)]), global_batch=10**6, schedules="1f1b", data_sizes=(1,)
-    )
+    profile, cluster = small.chain(4, parameter_bytes=1e9), Cluster.from_levels([(4, 1e3)])
+    found = plan(profile, cluster, global_batch=10**6, schedules="1f1b", data_sizes=(1,))
     assert len(found.stages) == 4
     assert found.simulated_step_time == pytest.approx((10**6 + 3) * 3, rel=1e-9)
     assert found.searched.too_long == 0
-    many = partition(Profile(nodes=nodes), Cluster.from_levels([(4, 1e3)]), num_microbatches=10**12, straight=True)
+    many = partition(profile, cluster, num_microbatches=10**12, straight=True)
     assert many.simulated_step_time == pytest.approx((10**12 + 3) * 3, rel=1e-9)

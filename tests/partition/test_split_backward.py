@@ -60,8 +60,6 @@ class Reversible(torch.autograd.Function):
 
 
 class Apart(nn.Module):
-    """Two outputs, of which one has nothing to do with the input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4))
@@ -71,8 +69,6 @@ class Apart(nn.Module):
 
 
 class Call(nn.Module):
-    """A function of an input and of weights of these shapes."""
-
     def __init__(self, call: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
         super().__init__()
         self.call = call
@@ -83,8 +79,6 @@ class Call(nn.Module):
 
 
 class TiedTokens(nn.Module):
-    """One weight that embeds and unembeds."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.tokens = nn.Embedding(6, 4, **options)
@@ -121,7 +115,6 @@ def mlp(*, inplace: bool = False) -> nn.Sequential:
 
 
 def run(model: nn.Module, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs, and gradients for them."""
     value = model(x)
     flat = [leaf for leaf in tree_leaves(value) if leaf.requires_grad]
     return flat, [torch.linspace(-1, 1, y.numel()).to(y.dtype).reshape(y.shape) for y in flat]
@@ -133,7 +126,6 @@ def whole(model: nn.Module, x: Tensor) -> list[Tensor | None]:
 
 
 def first_half(model: nn.Module, x: Tensor) -> WeightGradients:
-    """Forward and I; what is left for W."""
     split, weights = SplitBackward(), WeightGradients()
     with split.forward():
         values = run(model, x)
@@ -143,7 +135,6 @@ def first_half(model: nn.Module, x: Tensor) -> WeightGradients:
 
 
 def made(model: nn.Module) -> str:
-    """Names of the parameters that have a gradient."""
     return " ".join(name for name, parameter in model.named_parameters() if parameter.grad is not None)
 
 
@@ -226,8 +217,6 @@ class Projections(nn.Module):
 
 
 class Penalty(nn.Module):
-    """Differentiates in its forward, and then that."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -252,8 +241,6 @@ class Transformed(nn.Module):
 
 
 class Work(TorchDispatchMode):
-    """Counts operations that compute or write; views take nothing."""
-
     def __init__(self) -> None:
         super().__init__()
         self.done: Counter[str] = Counter()

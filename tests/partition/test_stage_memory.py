@@ -4,6 +4,7 @@ A plan that takes just as many bytes as there are fits; one byte in a million le
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import combinations, pairwise
 from random import Random
 from typing import Any
@@ -37,25 +38,15 @@ from stagewright.schedules import (
     simulate,
 )
 
+from . import small
+
 FREE = 1e15
 
 
 def chain(size: int, activation_bytes: float = 100) -> Profile:
-    return Profile(
-        nodes=tuple(
-            Node(
-                name=f"n{at}",
-                forward_seconds=1,
-                backward_seconds=2,
-                activation_bytes=activation_bytes,
-                parameter_bytes=10,
-                stash_bytes=1000,
-                workspace_bytes=5 + at,
-            )
-            for at in range(size)
-        ),
-        optimizer_ratio=2.0,
-    )
+    alike = small.chain(size, activation_bytes=activation_bytes, parameter_bytes=10, stash_bytes=1000)
+    nodes = [replace(node, workspace_bytes=5 + at) for at, node in enumerate(alike.nodes)]
+    return replace(alike, nodes=nodes, optimizer_ratio=2.0)
 
 
 def stages(num_stages: int, *, schedule: str, num_microbatches: int = 4, size: float = 100) -> tuple[PlanStage, ...]:
@@ -128,11 +119,7 @@ def test_messages_are_those_of_the_lowered_program(
 
 
 def planned(device: str, memory: str, **options: Any) -> Plan:
-    nodes = [
-        Node(name=name, forward_seconds=1, backward_seconds=2, parameter_bytes=1e8, stash_bytes=1e8, activation_bytes=8)
-        for name in "ab"
-    ]
-    profile = Profile(nodes=nodes, device=device)
+    profile = replace(small.chain(2, parameter_bytes=1e8, stash_bytes=1e8, activation_bytes=8), device=device)
     cluster = Cluster.parse(f"2:net=1GB/s:{memory}")
     options |= {"pipeline_sizes": (2,), "data_sizes": (1,)}
     return plan(profile, cluster, global_batch=4, **options)
@@ -174,10 +161,7 @@ def test_eighty_bytes_fit_in_eighty(devices: int, M: int, needed: float) -> None
     The first backward's gradients come while its microbatch is still there: after a batch of one 4 x 20 bytes, before
     the last of several backwards 10 more; of two stages each half.
     """
-    nodes = [
-        Node(name=name, forward_seconds=1, backward_seconds=2, parameter_bytes=10.0, stash_bytes=5.0) for name in "ab"
-    ]
-    profile, cluster = Profile(nodes=nodes, microbatch_size=1), Cluster.from_levels([(devices, 1e9)])
+    profile, cluster = small.chain("ab", parameter_bytes=10.0, stash_bytes=5.0), Cluster.from_levels([(devices, 1e9)])
     stages = [GivenStage("ab", [0])] if devices == 1 else [GivenStage("a", [0]), GivenStage("b", [1])]
     for part, over in ((1.0, False), (BELOW, True)):
         given = evaluate(profile, cluster, stages, num_microbatches=M, memory_limit=needed * part)
@@ -296,23 +280,17 @@ KEPT = {
 
 
 def uneven(size: int, *, stash: float = 1) -> Profile:
-    return Profile(
-        nodes=tuple(
-            Node(
-                name=f"n{at}",
-                forward_seconds=1,
-                backward_seconds=2,
-                activation_bytes=100 + 7 * at,
-                parameter_bytes=1000 + 30 * at,
-                buffer_bytes=3,
-                stash_bytes=stash * (900 - 40 * at),
-                workspace_bytes=50 + at,
-            )
-            for at in range(size)
-        ),
-        optimizer_ratio=2.0,
-        microbatch_size=1,
-    )
+    nodes = [
+        replace(
+            node,
+            activation_bytes=100 + 7 * at,
+            parameter_bytes=1000 + 30 * at,
+            stash_bytes=stash * (900 - 40 * at),
+            workspace_bytes=50 + at,
+        )
+        for at, node in enumerate(small.chain(size, buffer_bytes=3).nodes)
+    ]
+    return Profile(nodes=nodes, optimizer_ratio=2.0, microbatch_size=1)
 
 
 def planned_curves(schedule: str, *, stash: float = 1, **options: object) -> Plan:

@@ -212,7 +212,6 @@ def test_a_step_takes_the_sum_of_its_actions_means() -> None:
 
 
 def with_halves(found: Plan, share: float) -> Plan:
-    """The plan with so large a part of each backward for I."""
     backward = found.seconds(Op.B)
     halves = {"input_grad": times(backward, share), "weight_grad": times(backward, 1 - share)}
     return replace(found, costs=replace(found.costs, **halves))
@@ -236,7 +235,6 @@ def test_measured_halves_of_a_backward() -> None:
 
 
 def two_replicas(*, microbatches: int = 6) -> Plan:
-    """One stage on two ranks, nothing but F, B, a sum and an update."""
     nodes = [Node(name="a", forward_seconds=2e-3, backward_seconds=5e-3, parameter_bytes=4e5, update_seconds=1e-3)]
     return plan(
         Profile(nodes=nodes, microbatch_size=1),

@@ -58,8 +58,6 @@ def run_in_stages(units: ModelUnits, stage_of: dict[str, int], *inputs: Tensor) 
 
 
 class Residual(nn.Module):
-    """As ResNet's basic block."""
-
     def __init__(self, width_in: int, width: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(width_in, width, 3, padding=1, bias=False)
@@ -88,8 +86,6 @@ class ResNet(nn.Module):
 
 
 class Towers(nn.Module):
-    """Two towers, layer by layer in turn, joined by a head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.left = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
@@ -103,8 +99,6 @@ class Towers(nn.Module):
 
 
 class Shared(nn.Module):
-    """One layer three times, another one between."""
-
     def __init__(self) -> None:
         super().__init__()
         self.again = nn.Linear(4, 4)

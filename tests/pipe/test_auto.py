@@ -182,11 +182,8 @@ def test_a_failure_on_one_rank_is_told_on_all(gloo: Pool) -> None:
 
 def test_the_median_of_several_ranks() -> None:
     def profile(seconds: float) -> Profile:
-        return Profile(
-            nodes=[Node(name="a", forward_seconds=seconds, backward_seconds=2 * seconds)],
-            step_seconds=seconds,
-            action_seconds=seconds / 4,
-        )
+        node = Node(name="a", forward_seconds=seconds, backward_seconds=2 * seconds)
+        return Profile(nodes=[node], step_seconds=seconds, action_seconds=seconds / 4)
 
     merged = median_profile([profile(1.0), profile(5.0), profile(2.0)])
     assert merged.nodes[0] == replace(profile(2.0).nodes[0])
@@ -218,12 +215,10 @@ def test_a_smaller_microbatch_that_something_ran_beside_is_measured_again() -> N
         def profiled(_: nn.Module, inputs: Any, **__: Any) -> Profile:
             measured.append(inputs.num_samples)
             seconds = 1.0 if len(measured) in slow else 0.001 * inputs.num_samples
-            own = 8 * WIDTH * (WIDTH + 1)  # bytes of a layer
-            nodes = [
-                Node(name=str(n), forward_seconds=seconds, backward_seconds=2 * seconds, parameter_bytes=own)
-                for n in range(5)
-            ]
-            return Profile(nodes=nodes)
+            costs = {"forward_seconds": seconds, "backward_seconds": 2 * seconds}
+            return Profile(
+                nodes=[Node(name=str(n), parameter_bytes=8 * WIDTH * (WIDTH + 1), **costs) for n in range(5)]
+            )
 
         with mock.patch("stagewright.pipe.auto.layout.profile_model", profiled):
             pipe = make_pipe(mesh={"pipe": 2})

@@ -40,12 +40,7 @@ def test_the_factor_is_torchs(norm: float) -> None:
     )
 
 
-# --- a model whose weights other processes hold ---
-
-
 class Branches(Parts, one=lambda: nn.Linear(WIDTH, WIDTH), two=lambda: nn.Linear(WIDTH, WIDTH)):
-    """Traced, with a child of each stage."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.two(self.one(x).relu())  # type: ignore[no-any-return]
 
@@ -95,8 +90,6 @@ class Odd(nn.Module):
 
 
 class Whole(Parts, inner=GIVEN):
-    """No chain: traced."""
-
     def forward(self, x: Tensor) -> Any:
         return self.inner(x)
 
@@ -157,12 +150,7 @@ def test_predict_wants_inputs_alone(loss_fn: Any) -> None:
         pipe.predict(X, Y)
 
 
-# --- weights changed between batches of an asynchronous schedule ---
-
-
 class Tied(Parts, table=lambda: nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), inner=lambda: layers(4)):
-    """One weight in front and behind."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x @ self.table) @ self.table.t()  # type: ignore[no-any-return]
 

@@ -79,7 +79,6 @@ class Block(nn.Module):
 
 
 def blocks(recompute: Any, **options: Any) -> PipelineModule:
-    """Three blocks and a linear layer on each of two stages, in float64."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(3))).double()
     given: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": M, "cut": ["4"], "optimizer": torch.optim.AdamW}

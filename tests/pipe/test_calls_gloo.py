@@ -110,8 +110,6 @@ def test_members_of_a_context_group_that_make_different_calls_end_by_name(gloo: 
 
 
 class Centred(nn.Linear):
-    """Takes off the mean over all processes."""
-
     def forward(self, x: Tensor) -> Tensor:
         mean = x.detach().mean(0)
         if dist.is_initialized():
@@ -166,7 +164,6 @@ def open_and_close() -> list[tuple[int, int]]:
 
 
 def fail_and_close() -> list[tuple[int, int]]:
-    """The same after a step that fails on rank 1."""
     found = []
     for _ in range(4):
         pipe = pipeline(trip={1: raise_key_error})

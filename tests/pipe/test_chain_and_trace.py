@@ -59,8 +59,6 @@ class Forked(Parts, a=lambda: nn.Linear(WIDTH, 2 * WIDTH), b=lambda: nn.Linear(4
 
 
 class Constants(Layers):
-    """A tensor made in forward, one kept as a plain attribute, and buffers, each used in several stages."""
-
     scale: Tensor
 
     def __init__(self) -> None:
@@ -118,8 +116,6 @@ _CALLED_WITH: Counter[str] = Counter()  # by any Watchful; a list or dict is as 
 
 
 class Watchful(Parts, norm=lambda: nn.BatchNorm1d(WIDTH), linear=linear, seen=lambda: []):
-    """Notes what it is called with; its buffer counts."""
-
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(type(x).__name__)
         _CALLED_WITH[type(x).__name__] += 1

@@ -194,8 +194,6 @@ def test_a_counter_in_a_dict_of_the_model_is_not_frozen() -> None:
 
 
 class PlainNet(Parts, one=lambda: nn.Linear(WIDTH, WIDTH), two=lambda: nn.Linear(WIDTH, WIDTH)):
-    """Run by its own modules, with a multiplication behind them."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.two(self.one(x).relu()) * 0.5
 

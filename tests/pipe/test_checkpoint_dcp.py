@@ -98,7 +98,6 @@ def fsdp_loads(folder: Path, is_flat: bool) -> tuple[dict[str, torch.Tensor], li
 
 
 def plain_loads(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """One process, by torch's own reader."""
     plain = model(3)
     optimizer = adamw(plain.parameters())
     weights, state = get_state_dict(plain, optimizer)
@@ -160,7 +159,6 @@ class Evil:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Weights and optimizer of one process."""
     plain = model()
     optimizer = adamw(plain.parameters())
     train(plain, optimizer, range(1))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import small
-from support.alone import near
+from support.alone import near, train_alone
 from support.inside import LAST_UPDATE
 from support.plain import batch as plain_batch
 from support.records import records
@@ -180,7 +180,6 @@ def test_a_tensor_without_a_name_cannot_be_saved(tmp_path: Path) -> None:
 
 
 def unfrozen(count: int) -> nn.Sequential:
-    """The last `count` of four layers learn."""
     torch.manual_seed(3)
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)], nn.Linear(6, 2)).double()
     model[: 4 - count].requires_grad_(False)
@@ -215,16 +214,12 @@ def test_what_was_frozen_begins_with_fresh_state(schedule: str, ranks: int, buil
     model = unfrozen(1)
     optimizer = decayed([(name, p) for name, p in model.named_parameters() if p.requires_grad])
     scheduler = lr.ExponentialLR(optimizer, 0.5)
-    for step in range(4):
-        if step == 2:
-            for group, grown in zip(optimizer.param_groups, (True, False), strict=True):
-                model[1:].requires_grad_(True)
-                group["params"] = [p for p in model[1:].parameters() if (p.ndim > 1) is grown]
-        x, y = batch(step)
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
+    schedule_of = lambda _: scheduler  # noqa: E731
+    train_alone(model, map(batch, range(2)), lambda _: optimizer, scheduler=schedule_of)
+    model[1:].requires_grad_(True)
+    for group, grown in zip(optimizer.param_groups, (True, False), strict=True):
+        group["params"] = [p for p in model[1:].parameters() if (p.ndim > 1) is grown]
+    train_alone(model, map(batch, range(2, 4)), lambda _: optimizer, scheduler=schedule_of)
     if schedule == "1f1b":
         near(after.full_state_dict(), model.state_dict())
     assert {group["lr"] for one in after.optimizers for group in one.param_groups} == {1e-2 / 16}

@@ -1,6 +1,7 @@
 """Checkpoints and plain models: out of one into the other, with tied weights and optimizers, without a pipeline."""
 
 import json
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,11 @@ import torch.nn.functional as F
 from support.alone import near, train_alone
 from support.inside import Checkpoint, TensorPiece, main
 from support.models import token_loss
+from support.pipeline import assembled
 from support.pool import Pool
-from support.records import records
 from torch import Tensor, nn
 
 import stagewright
-from stagewright.pipe import PipelineModule
 
 WIDTH, WORDS, LENGTH, BATCH, M = 8, 12, 4, 16, 4
 
@@ -78,12 +78,10 @@ def schedule_of(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
 
 
-def make(model: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {"num_microbatches": M, "loss_fn": token_loss, "optimizer": adamw, "timeout": 120.0}
-    settings |= {"lr_scheduler": schedule_of, "example_inputs": (torch.zeros(BATCH, LENGTH, dtype=torch.long),)}
-    return PipelineModule(model, **records(**(settings | options)))
-
-
+example = (torch.zeros(BATCH, LENGTH, dtype=torch.long),)
+make = partial(
+    assembled, num_microbatches=M, loss_fn=token_loss, optimizer=adamw, lr_scheduler=schedule_of, example_inputs=example
+)
 TWO: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 1}
 
 
@@ -127,14 +125,9 @@ def test_a_plain_loop_goes_on_from_an_exported_checkpoint(tmp_path: Path) -> Non
     scheduler = schedule_of(optimizer)
     optimizer.load_state_dict(saved["optimizers"][0])
     scheduler.load_state_dict(saved["schedulers"][0])
-    for step in range(3, 6):
-        x, y = batch(step)
-        loss = token_loss(plain(x), y)
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        assert pipe.train_step(*batch(step)).loss == loss.item()
+    more = [batch(step) for step in range(3, 6)]
+    wanted = train_alone(plain, more, lambda _: optimizer, loss_fn=token_loss, scheduler=lambda _: scheduler)
+    assert [pipe.train_step(*each).loss for each in more] == wanted.losses
     assert equal(plain.state_dict(), pipe.full_state_dict())
 
 

@@ -86,8 +86,6 @@ def test_what_is_saved_is_the_state_behind_its_step(
 
 
 class Renormed(Parts, table=lambda: nn.Embedding(5, 6, max_norm=0.5), head=lambda: nn.Linear(6, 2)):
-    """Its forward changes its own weight, and says so."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = self.table(x)
         CHANGED.set()

@@ -135,8 +135,6 @@ def test_boundaries_by_name_before_all_of_them_and_bytes_as_simulated() -> None:
 
 
 class Skips(Parts, first=lambda: units()[0], second=lambda: units()[1], third=lambda: units()[2]):
-    """The first unit's output goes to each of the others."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         return self.third(self.second(x) + x) + x
@@ -182,7 +180,6 @@ def test_what_cannot_be_is_refused_before_a_step(compress: object, options: dict
 
 
 def two_on_the_second_rank() -> Schedule:
-    """Stage 0 on rank 0, stages 1 and 2 on rank 1."""
     rows = [["0F0", "0F1", "0F2", "0F3", "0B0", "0B1", "0B2", "0B3"]]
     rows.append([each for k in range(M) for each in (f"1F{k}", f"2F{k}", f"2B{k}", f"1B{k}")])
     return Schedule.from_csv("\n".join(map(",".join, rows)))

@@ -183,8 +183,6 @@ def test_a_context_group_trains_evaluates_and_predicts_as_one_process(gloo: Pool
 
 
 class _Across(Parts, conv=lambda: nn.Conv1d(8, 8, 3, padding=1)):
-    """A convolution over the sequence, which sees its neighbours."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x.transpose(1, 2)).transpose(1, 2)
 
@@ -197,8 +195,6 @@ class _Scan(Parts, first=lambda: nn.Linear(8, 8)):
 
 
 class _Masked(nn.Module):
-    """Causal attention by a mask of its own making."""
-
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], attn_mask=mask)[:, 0]
@@ -266,7 +262,6 @@ def _refused(kind: str) -> None:
 
 
 def _of_lengths(context: int) -> float:
-    """A batch of microbatches of other lengths."""
     generator, found = torch.Generator().manual_seed(1), []
     for length in (4, T):
         tokens = torch.randint(VOCABULARY, (2, length), generator=generator)

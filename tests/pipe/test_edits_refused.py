@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support.models import make_model
+from support.pipeline import assembled
+from support.small import sgd
 from torch import nn
 
 from stagewright.pipe import Edits, PipelineModule, edit
@@ -190,9 +192,9 @@ def _sequential() -> Edits:
     return edits
 
 
-def _pipe(edits: Edits | nn.Module, **options: Any) -> PipelineModule:
-    given: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": nn.functional.mse_loss}
-    return PipelineModule(edits, **given | {"optimizer": partial(torch.optim.SGD, lr=0.1), "verify": False} | options)
+_pipe = partial(
+    assembled, mesh={"pipe": 2}, num_microbatches=2, loss_fn=nn.functional.mse_loss, optimizer=sgd, verify=False
+)
 
 
 def _holds(model: nn.Module) -> tuple[object, ...]:

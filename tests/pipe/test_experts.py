@@ -28,7 +28,6 @@ def dense() -> nn.Sequential:
 
 
 def joined(counts: list[int], step: int, *, length: int = 5) -> tuple[Tensor, ...]:
-    """The batches of several members as one."""
     parts = (batch(replica, step, number, length=length) for replica, number in enumerate(counts))
     return tuple(map(torch.cat, zip(*parts, strict=True)))
 

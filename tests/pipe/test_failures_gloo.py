@@ -42,9 +42,6 @@ def at_once(*found: Told) -> bool:
     return max(one.seconds for one in found) < LONG / 2
 
 
-# --- the same error on every rank, before anything is sent ---
-
-
 class Undecided(Parts, layers=lambda: layers(2)):
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x) if x.sum() > 0 else x

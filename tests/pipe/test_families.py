@@ -66,7 +66,6 @@ class Trained(NamedTuple):
 
 
 def alone(num_replicas: int = 1) -> Trained:
-    """One plain process."""
     model = make_model()
     found = train_alone(model, (whole_batch(step, num_replicas) for step in range(STEPS)), momentum, clip=LIMIT)
     x, y = whole_batch(0, num_replicas)
@@ -173,8 +172,6 @@ def make_stages(num_stages: int) -> nn.Sequential:
 
 
 class Noting(torch.optim.SGD):
-    """Keeps gradients instead of using them."""
-
     def __init__(self, parameters: Any, noted: dict[int, list[Tensor]]) -> None:
         super().__init__(parameters, lr=1.0)
         self.noted = noted
@@ -228,18 +225,16 @@ def linear() -> nn.Module:
 
 
 class Head(Parts, linear=lambda: linear().double()):
-    """A loss with parameters, alone on its stage."""
-
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(self.linear(output), target)
 
 
 LAYOUTS: dict[str, tuple[Callable[[], Sequence[nn.Module]], Callable[[], Any]]] = {
-    "empty inside": (lambda: [linear(), nn.Sequential(), nn.Identity(), linear()], lambda: F.mse_loss),
-    "empty at first": (lambda: [nn.Identity(), linear(), nn.Sequential(), linear()], lambda: F.mse_loss),
-    "loss alone": (lambda: [linear(), linear(), linear(), nn.Identity()], lambda: F.mse_loss),
+    "empty inside": (lambda: [linear(), nn.Sequential(), nn.Identity(), linear()], nn.MSELoss),
+    "empty at first": (lambda: [nn.Identity(), linear(), nn.Sequential(), linear()], nn.MSELoss),
+    "loss alone": (lambda: [linear(), linear(), linear(), nn.Identity()], nn.MSELoss),
     "loss with weights alone": (lambda: [linear(), linear(), nn.Sequential(), nn.Identity()], Head),
-    "one stage has all": (lambda: [nn.Identity(), nn.Identity(), linear(), nn.Identity()], lambda: F.mse_loss),
+    "one stage has all": (lambda: [nn.Identity(), nn.Identity(), linear(), nn.Identity()], nn.MSELoss),
 }
 
 
@@ -247,18 +242,11 @@ LAYOUTS: dict[str, tuple[Callable[[], Sequence[nn.Module]], Callable[[], Any]]] 
 @pytest.mark.parametrize(("schedule", "num_ranks"), [("zb-h1", 4), ("interleaved", 2)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stages_without_layers(layout: str, schedule: str, num_ranks: int) -> None:
-    make_stages, make_loss = LAYOUTS[layout]
-    model, loss = nn.Sequential(*make_stages()).double(), make_loss()
-    plain, plain_loss = copy.deepcopy((model, loss))
-    trained = [*plain.parameters(), *(plain_loss.parameters() if isinstance(plain_loss, nn.Module) else [])]
-    optimizer, losses = sgd(trained), []
-    for _ in range(3):
-        optimizer.zero_grad()
-        value = plain_loss(plain(X), Y)
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
+    make_stages, loss = LAYOUTS[layout][0], LAYOUTS[layout][1]()
+    model = nn.Sequential(*make_stages()).double()
+    plain = copy.deepcopy(nn.ModuleList([model, loss]))
+    losses = train_alone(plain, [(X, Y)] * 3, sgd, loss_of=lambda both, x, y: both[1](both[0](x), y)).losses
     options = {"schedule": schedule, "mesh": {"pipe": num_ranks}, "num_microbatches": 4, "loss_fn": loss}
     pipe = PipelineModule(**records(stages=list(model.children()), optimizer=sgd, **options))
     near([pipe.train_step(X, Y).loss for _ in range(3)], losses, rtol=1e-12, atol=0.0)
-    near(model.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-14)
+    near(model.state_dict(), plain[0].state_dict(), rtol=1e-12, atol=1e-14)

@@ -44,7 +44,6 @@ def start(folder: Path, mesh: Any, steps: int, *, strikes: str, restarts: int = 
 
 
 def lines(folder: Path) -> dict[int, list[list[Any]]]:
-    """By rank, what it wrote."""
     return {
         int(path.stem): [json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("*.log")
     }
@@ -218,7 +217,6 @@ class Scaled(nn.Module):
 
 
 def started_again(monkeypatch: pytest.MonkeyPatch, life: int, first: nn.Module, **options: Any) -> sw.PipelineModule:
-    """In rank 3 of four, whose others are not there."""
     for name, value in (("LIFE", life), ("JUDGES_DEATHS", "x")):
         monkeypatch.setenv(f"STAGEWRIGHT_{name}", str(value))
     for name, value in (("RANK", 3), ("WORLD_SIZE", 4), ("MASTER_ADDR", "x"), ("MASTER_PORT", 1)):

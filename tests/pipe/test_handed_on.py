@@ -75,7 +75,6 @@ def made(make: Callable[[], list[nn.Module]]) -> nn.Sequential:
 
 
 def pipelined(make: Callable[[], list[nn.Module]], **options: Any) -> Alone:
-    """Two steps."""
     settings = {"schedule": "1f1b", "num_microbatches": 4, "loss_fn": F.mse_loss, "optimizer": sgd, "timeout": 60.0}
     return train_piped(PipelineModule(made(make), **records(**(settings | options))), map(batch, range(2)))
 
@@ -228,7 +227,6 @@ class Rotated(nn.Module):
 
 
 def rotated(*, is_given: bool = False, **options: Any) -> list[tuple[float | None, float]]:
-    """Losses of batches of several lengths, and those of one process."""
     torch.manual_seed(0)
     model: Any = Rotated().double()
     twin = copy.deepcopy(model)

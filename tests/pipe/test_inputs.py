@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from support.keyword_models import (
     with_twin,
 )
 from support.parts import GIVEN, Parts
-from support.records import records
+from support.pipeline import assembled
 from support.small import X, Y, make
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -36,12 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stagewright.pipe import PipelineModule
 
-
-def pipeline(model: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {"num_microbatches": 3, "mesh": {"pipe": 2}, "loss_fn": loss_of}
-    return PipelineModule(model, **records(**(settings | options)))
-
-
+pipeline = partial(assembled, num_microbatches=3, mesh={"pipe": 2}, loss_fn=loss_of)
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str | int, int | None]]] = {
     "by position": ((TOKENS, MASK, TARGET), {}, {}),
     "by keyword": ((), {"target": TARGET, "mask": MASK, "tokens": TOKENS}, {}),

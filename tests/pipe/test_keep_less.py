@@ -333,8 +333,6 @@ def test_an_activation_that_is_a_function_in_an_attribute_is_known() -> None:
 
 
 class GrowingGELU(Parts, scale=1.0, by_itself=GIVEN):
-    """Has an attribute that it or its model changes."""
-
     def forward(self, x: Tensor) -> Tensor:
         self.scale += self.by_itself
         return nn.functional.gelu(x) * self.scale

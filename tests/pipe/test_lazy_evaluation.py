@@ -4,6 +4,7 @@ import copy
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from support.inside import InferredStages
 from support.parts import Parts
+from support.pipeline import assembled
 from support.small import sgd
 from torch import Tensor, nn
 
-from stagewright.pipe import PipelineModule, VerificationError
+from stagewright.pipe import VerificationError
 
 X, Y = torch.randn(4, 3), torch.randn(4, 3)
 
@@ -35,9 +37,7 @@ class Model(nn.Module):
         return x
 
 
-def pipe_of(model: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": F.mse_loss, "verify": "first"}
-    return PipelineModule(model, **{**settings, "optimizer": sgd, **options})
+pipe_of = partial(assembled, mesh={"pipe": 2}, num_microbatches=2, loss_fn=F.mse_loss, verify="first", optimizer=sgd)
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from support.alone import Alone, near, same_gradients, train_alone, train_piped
 from support.inside import Column, read_tensor_parallel
 from support.models import token_loss
 from support.parts import GIVEN, Parts
+from support.pipeline import assembled
 from support.plain import linear
 from support.pool import Pool
 from support.predictions import LATER, LENGTH, VOCABULARY, Block, batch, make_model, plain_loss
 from support.predictions import WIDTH as HEADS_WIDTH
-from support.records import records
 from support.small import WIDTH, X, Y, layers, make, sgd, stream
 from support.uneven import in_a_row
 from torch import Tensor, nn
@@ -40,8 +40,6 @@ class ScaledLoss(Scaled):
 
 
 class Net(Parts, one=linear, two=linear):
-    """No chain: traced."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.two(self.one(x).relu()) + x
 
@@ -153,8 +151,6 @@ def test_a_parameter_of_the_users_own_optimizer_is_not_refused() -> None:
 
 
 class WithWeights(Parts, held=GIVEN):
-    """A loss that reads weights of the first stage."""
-
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(output, target) + sum(p.square().mean() for p in self.held.parameters())
 
@@ -180,11 +176,7 @@ def test_a_loss_that_reads_weights_of_another_stage_has_their_module(gloo: Pool)
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "2bw")
 STEPS = 3
-
-
-def pipeline(model: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {"loss_fn": "model", "num_microbatches": 4, "loss_weight": "samples", "timeout": 120.0}
-    return PipelineModule(model, **records(optimizer=sgd, **(settings | options)))
+pipeline = partial(assembled, loss_fn="model", num_microbatches=4, loss_weight="samples", optimizer=sgd)
 
 
 def alone(model: nn.Module, loss_of: Any, options: dict[str, Any]) -> Alone:
@@ -309,8 +301,6 @@ def test_losses_with_counts_of_their_own_are_sums_of_shares() -> None:
 
 
 class Between(Trunk, embed=EMBED, blocks=BLOCKS, head=lambda: nn.Linear(HEADS_WIDTH, VOCABULARY)):
-    """The function itself, between modules."""
-
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         return sw.linear_cross_entropy(super().forward(tokens), self.head.weight, labels, self.head.bias)
 

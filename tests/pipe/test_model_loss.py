@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,21 +28,16 @@ from support.keyword_models import (
     with_twin,
 )
 from support.parts import Parts
+from support.pipeline import assembled
 from support.pool import Pool
-from support.records import records
 from support.small import X, Y, make, sgd
 from torch import Tensor, nn
 
-from stagewright.pipe import PipelineModule
+pipeline = partial(assembled, num_microbatches=4, mesh={"pipe": 2}, loss_fn="model")
 
 
 def models(**options: Any) -> tuple[Any, Any]:
     return with_twin(lambda: Language(**options))
-
-
-def pipeline(model: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {"num_microbatches": 4, "mesh": {"pipe": 2}, "loss_fn": "model"}
-    return PipelineModule(model, **records(**(settings | options)))
 
 
 @pytest.mark.thorough(but=["False-tuple-6", "False-alone-6"])

@@ -57,8 +57,6 @@ def block() -> nn.Module:
 
 
 class Checkpointed(Parts, block=block):
-    """A block whose author runs it again in the backward."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x + checkpoint(self.block, x, use_reentrant=False)
 
@@ -69,8 +67,7 @@ def watched(schedule: Schedule, model: nn.Module, *, autocast: bool = False, **o
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
     options["mesh"] = {"pipe": schedule.num_ranks}
     with sw.PipelineModule(
-        model,
-        **records(schedule=schedule, loss_fn=nn.functional.mse_loss, example_inputs=(x,), **options),
+        model, **records(schedule=schedule, loss_fn=nn.functional.mse_loss, example_inputs=(x,), **options)
     ) as pipe:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             pipe.forward_backward(x, x)
@@ -136,8 +133,6 @@ def leaf(*shape: int) -> Tensor:
 
 
 class Views(nn.Module):
-    """Two saved views of one storage, and one of the input."""
-
     def forward(self, x: Tensor) -> Tensor:
         hidden = x * 2
         first, second = hidden.chunk(2, dim=-1)

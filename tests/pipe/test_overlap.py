@@ -79,7 +79,6 @@ def _layers(kind: str) -> list[nn.Module]:
 
 
 def _trained(schedule: Any, kind: str, options: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], Any]:
-    """Losses and weights of three steps, and the last step's timeline."""
     warnings.filterwarnings("ignore", message="the schedule splits the backward")  # experts give little to W
     rate = {"plain": 0.05, "drops": 1e-4}.get(kind, 1e-9)  # many layers of experts diverge soon
     with PipelineModule(
@@ -194,8 +193,6 @@ def test_an_error_in_a_pair_is_raised_everywhere(gloo: Pool, at: str) -> None:
 
 
 class _Wire:
-    """Collectives that note their order."""
-
     def __init__(self) -> None:
         self.seeder = Seeder(0, torch.device("cpu"))
         self.exchanges = Exchanges(self.seeder)

@@ -183,9 +183,7 @@ def test_an_interlaced_schedule_trains_as_one_process_does(ranks: int, stages: i
 
 def one_and_one(num_ranks: int, num_microbatches: int) -> Constraints:
     return Constraints(
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        rules=[in_flight(at_most=lambda rank: num_ranks - rank)],
+        num_ranks=num_ranks, num_microbatches=num_microbatches, rules=[in_flight(at_most=lambda rank: num_ranks - rank)]
     )
 
 
@@ -275,7 +273,6 @@ def test_classes_of_schedules_and_split_points_of_torch_are_taken(kind: Any, num
 
 
 def stage(module: nn.Module | None, index: int, num_stages: int) -> Any:
-    """A PipelineStage without a process group."""
     made = object.__new__(PipelineStage)
     made.submod, made.stage_index, made.num_stages = module, index, num_stages  # type: ignore[assignment]
     return made

@@ -38,8 +38,6 @@ def tower() -> nn.Sequential:
 
 
 class Towers(Parts, left=tower, right=tower, head=lambda: nn.Linear(2 * WIDTH, WIDTH)):
-    """Two towers side by side and a head: a graph, not a chain."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.cat([self.left(x), self.right(x)], dim=1))
 
@@ -104,7 +102,6 @@ PLANS = {
 
 
 def run(name: str) -> list[Any]:
-    """Two steps of training as planned."""
     kind, plan = PLANS[name]
     options: dict[str, Any] = {"loss_fn": F.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.05), "timeout": 120.0}
     found = train_piped(PipelineModule(made(kind), schedule=plan, **options), [(X, Y)] * 2)

@@ -25,8 +25,6 @@ M = 4
 
 
 class Island(Parts, inner=lambda: nn.Linear(WIDTH, WIDTH)):
-    """A layer that computes in float32, whatever is around it."""
-
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             return self.inner(x.float()).tanh()
@@ -199,29 +197,19 @@ def model() -> nn.Sequential:
 
 
 def plain_norms() -> list[float]:
-    found = []
-    for norm_type in NORMS:
-        made = model()
-        F.mse_loss(made(batch(0, MLP_WIDTH)[0]), batch(0, MLP_WIDTH)[1]).backward()
-        found.append(nn.utils.clip_grad_norm_(made.parameters(), 1.0, norm_type).item())
-    return found
+    made, (x, y) = model(), batch(0, MLP_WIDTH)
+    F.mse_loss(made(x), y).backward()
+    return [nn.utils.clip_grad_norm_(made.parameters(), math.inf, norm_type).item() for norm_type in NORMS]
 
 
 def plain_state() -> tuple[dict[str, Tensor], list[float]]:
     """With clipping, without the update of the step that overflows; norms of the others."""
-    made, norms = model(), []
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        F.mse_loss(made(batch(step, MLP_WIDTH)[0]), batch(step, MLP_WIDTH)[1]).backward()
-        if step != AT[0]:
-            norms.append(nn.utils.clip_grad_norm_(made.parameters(), 0.1).item())
-            optimizer.step()
-    return made.state_dict(), norms
+    batches = [batch(step, MLP_WIDTH) for step in range(STEPS) if step != AT[0]]
+    found = train_alone(model(), batches, partial(torch.optim.SGD, lr=0.1, momentum=0.9), clip=0.1)
+    return found.state, found.norms
 
 
 def piped() -> dict[str, Any]:
-    """One process of the mesh."""
     replica = dist.get_rank() // 2
     settings: dict[str, Any] = {
         "mesh": {"data": 2, "tensor": 2},

@@ -48,7 +48,6 @@ class Summed(Kinds):
 
 
 def chain() -> nn.Module:
-    """Its children stand in the order of a set."""
     activations = {"red": nn.ReLU, "green": nn.GELU, "blue": nn.ELU, "black": nn.SiLU}
     middle = [activations[kind]() for kind in KINDS if kind in activations]
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *middle, nn.Linear(WIDTH, WIDTH))
@@ -211,7 +210,6 @@ def test_transformers_over_processes(gloo: Pool, name: str) -> None:
 
 
 def by_microbatch(model: nn.Module, batch: Batch) -> float:
-    """Gradients of a batch whose microbatches are normalised one by one."""
     total = 0.0
     for each in parts(batch):
         target = each.pop("target")

@@ -61,7 +61,6 @@ def test_time_between_actions_counts_for_the_one_before_and_waits_do_not() -> No
 
 
 def hand_clock() -> Any:
-    """A clock that the test sets."""
     clock: Any = HostClock()
     clock.at, clock.stamp = 0.0, lambda: clock.at
     return clock

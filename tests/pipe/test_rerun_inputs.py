@@ -15,12 +15,8 @@ from support.reruns import WORDS, M, X, Y, equals_one_process, made, pipeline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# --- results that a policy keeps, changed through tensors that count no version of theirs ---
-
 
 class OfFunction(torch.autograd.Function):
-    """Returns its input's memory as if it were another."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.new_empty(0).set_(x.untyped_storage(), 0, x.shape, x.stride())  # type: ignore[call-overload]
@@ -46,8 +42,6 @@ ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Aliased(Parts, alias=GIVEN, inside=True, linear=lambda: nn.Linear(D, D)):
-    """Doubles a part of its product."""
-
     def forward(self, x: Tensor) -> Any:
         h = self.linear(x)
         y = (h * 1.5).sin()
@@ -72,8 +66,6 @@ class Behind(Parts, inner=lambda: Aliased(nn.Identity(), inside=False)):
 
 
 class Later(Parts, seen=0, linear=lambda: nn.Linear(D, D)):
-    """From the third real forward on it changes the result of its product."""
-
     def forward(self, x: Tensor) -> Tensor:
         self.seen += type(x) is Tensor and torch.is_grad_enabled()
         h = self.linear(x)
@@ -154,8 +146,6 @@ def test_inputs_are_no_weights_where_the_backward_is_split(recompute: str) -> No
 
 
 class Changes(Parts, linear=lambda: nn.Linear(D, D)):
-    """Changes a part of its first input in place, and reads all of the others."""
-
     def forward(self, x: Tensor, *others: Any, **more: Any) -> Tensor:
         x[..., :3].mul_(2.0)
         h = self.linear(x).sin()
@@ -210,12 +200,7 @@ def test_a_policy_may_keep_what_was_drawn() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
-# --- changes in place that only later forwards make ---
-
-
 class ChangesLater(Parts, seen=0, linear=lambda: nn.Linear(D, D)):
-    """From the third real forward on it changes its input."""
-
     def forward(self, x: Tensor) -> Tensor:
         self.seen += type(x) is Tensor and torch.is_grad_enabled()
         h = self.linear(x)
@@ -251,8 +236,6 @@ def test_changes_of_an_input_after_it_was_passed_are_refused() -> None:
 
 
 class Unused(Parts, linear=lambda: nn.Linear(D, D), parts=lambda: nn.ModuleList([nn.Linear(D, D)])):
-    """A weight that is used without its module."""
-
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.parts[0](x), self.linear.weight)
 

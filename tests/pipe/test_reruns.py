@@ -36,8 +36,6 @@ class Branch(Parts, linear=lambda: nn.Linear(D, D)):
 
 
 class Forked(Parts, branch=Branch):
-    """Calls one module twice."""
-
     def forward(self, x: Tensor) -> Tensor:
         seen = [x]
         one = self.branch(x, scale=x.sigmoid(), seen=seen)
@@ -47,8 +45,6 @@ class Forked(Parts, branch=Branch):
 
 
 class InPlace(Parts, linear=lambda: nn.Linear(D, D)):
-    """Changes its input, which its caller reads after that."""
-
     def forward(self, x: Tensor) -> Tensor:
         x.mul_(2.0).sigmoid_()
         return self.linear(x).mul_(0.5)
@@ -61,8 +57,6 @@ class ReadsBehind(Parts, before=lambda: nn.Linear(D, D), inner=InPlace):
 
 
 class Moving(Parts, mean=lambda: torch.zeros(D), count=lambda: torch.zeros(())):
-    """A buffer that is reassigned, and one that counts."""
-
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.mean = 0.9 * self.mean + x.detach().mean((0, 1))
@@ -71,8 +65,6 @@ class Moving(Parts, mean=lambda: torch.zeros(D), count=lambda: torch.zeros(())):
 
 
 class Tokens(Parts, norm=lambda: nn.BatchNorm1d(T)):
-    """Batch normalization over channels [B, T, D]."""
-
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.norm(x))
 
@@ -137,7 +129,6 @@ class First(nn.Module):
 
 
 def trained(recompute: Any, *, make: Callable[[], Any] = with_dropout, steps: int = 3, **options: Any) -> list[Tensor]:
-    """Parameters after some steps."""
     model = made(make)
     state = torch.get_rng_state()
     pipe = pipeline(model, recompute, optimizer=sgd, **options)
@@ -170,8 +161,6 @@ def test_random_numbers_and_weight_versions(schedule: str, recompute: Any) -> No
 
 
 class Draws(Parts, linear=lambda: nn.Linear(D, D)):
-    """Scales by random numbers of all kinds."""
-
     def forward(self, x: Tensor) -> Tensor:
         return torch.sin(self.linear(x)) * torch.rand(D, dtype=x.dtype) * (random.random() + np.random.rand())
 
@@ -244,8 +233,6 @@ def test_a_policy_of_the_users(policy: Any, word: str, monkeypatch: pytest.Monke
 
 
 class Cache:
-    """A layer adds to it, and the next ones read it."""
-
     def __init__(self) -> None:
         self.entries: dict[str, list[Tensor]] = {"seen": []}
 
@@ -295,8 +282,6 @@ class Average(nn.Module):
 
 
 class Reassigned(nn.Module):
-    """A new tensor each time; two names for one buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(WIDTH))

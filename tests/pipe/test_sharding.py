@@ -71,7 +71,6 @@ def adamw(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def two(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer | None]:
-    """An optimizer for whole matrices and one for the rest."""
     matrices, others = [[p for p in parameters if (p.dim() == 2) is is_matrix] for is_matrix in (True, False)]
     return [
         torch.optim.Adafactor(matrices, lr=0.05) if matrices else None,
@@ -344,7 +343,6 @@ def test_an_unknown_word_is_refused_and_one_process_divides_nothing() -> None:
 
 
 def resumed(folder: str, before: dict[str, Any], after: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
-    """Two steps, a checkpoint, two more steps in another way."""
     loss = 0.0
     for begins, options in ((True, before), (False, after)):
         pipe = PipelineModule(

@@ -33,8 +33,6 @@ def refused(mistakes: list[dict[str, Any]]) -> list[str]:
 
 
 class Together(torch.optim.SGD):
-    """An optimizer that looks at all of its parameters at once."""
-
     def step(self, closure: Any = None) -> Any:
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         torch._foreach_div_(gradients, torch.stack(torch._foreach_norm(gradients)).norm())

@@ -23,8 +23,6 @@ NUM_SAMPLES, BATCH = 16, 4
 
 
 class Counted(Dataset[Any]):
-    """Writes down each sample that is fetched; draws random numbers for it."""
-
     def __init__(self, folder: Path | str, *, most: int = 1 << 30) -> None:
         self.folder, self.left = folder, most
 
@@ -110,7 +108,6 @@ def loader_of(
 
 
 def read_some(folder: Path, number: int, how: str) -> None:
-    """The reader, in a process of its own."""
     loader = loader_of(folder, 0, most=BATCH if how == "fails" else NUM_SAMPLES)
     (folder / "stands").touch()
     for batch in loader:

@@ -80,20 +80,13 @@ def test_no_cut_parts_a_view_from_the_change_that_it_sees(model: type[nn.Module]
         agree_with_one_process(model, ranks=ranks)
 
 
-# --- two values over the same memory, between the stages of a chain ---
-
-
 class Halves(nn.Module):
-    """A tensor and a part of it."""
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = 2.0 * x
         return y, y[:, :4]
 
 
 class ChangesOne(Parts, act=GIVEN):
-    """In plain torch the part reads what ReLU wrote."""
-
     def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
         whole, part = pair
         return self.act(whole) + F.pad(part, (0, WIDTH - 4))
@@ -168,15 +161,11 @@ def test_tensors_that_only_lie_in_one_memory_are_passed(changes: str, batch: tup
 
 
 class NormTwice(Parts, norm=GIVEN, a=linear, b=linear):
-    """A traced model that runs one normalisation at its begin and at its end."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.b(self.a(self.norm(x))))
 
 
 class Counts(Parts, calls=lambda: torch.zeros(())):
-    """A buffer that is replaced by a new tensor."""
-
     def forward(self, x: Tensor) -> Tensor:
         self.calls = self.calls + 1
         return x * self.calls
@@ -241,8 +230,6 @@ class CountsOn(Counting):
 
 
 class GivesItsBuffer(Counting):
-    """The same in a chain."""
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.calls += self.training
         return self.a(x), self.calls

@@ -163,8 +163,6 @@ def test_a_plan_says_how_long_slices_are(options: dict[str, Any], tmp_path: Path
 
 
 class Peak(Storages):
-    """The most bytes that are alive at once."""
-
     peak = 0
 
     def __torch_dispatch__(self, *given: Any, **named: Any) -> Any:

@@ -191,8 +191,6 @@ def test_where_the_sequence_stands_must_be_clear(inputs: tuple[Tensor, ...], tar
 
 
 class Dropped(Parts, block=GIVEN):
-    """A layer that is left out at random."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.block(x) if not self.training or torch.rand(()) < 0.5 else x
 

@@ -58,7 +58,6 @@ class Counting(Parts, linear=lambda: nn.Linear(4, 4), norm=lambda: nn.LayerNorm(
 
 
 def gradients(schedule: Any, make: Callable[[], nn.Module], **options: Any) -> tuple[list[Tensor], nn.Module]:
-    """Gradients of three microbatches on two ranks."""
     torch.manual_seed(3)
     model = make()
     x, target = torch.randn(6, 4), torch.randn(6, 4)
@@ -184,8 +183,6 @@ class Block(
 
 
 class Skipping(Parts, blocks=lambda: nn.ModuleList([Block() for _ in range(4)])):
-    """Recorded: code between its blocks, and a skip over two of them."""
-
     def forward(self, x: Tensor) -> Tensor:
         first = x = self.blocks[0](x) * 2
         for block in self.blocks[1:]:

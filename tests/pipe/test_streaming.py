@@ -57,9 +57,6 @@ def test_a_measured_timeline_spans_a_few_batches() -> None:
     assert {str(action)[1] for rank in timeline.ranks for action in rank.actions} == {"F", "B", "U"}
 
 
-# --- evaluation, checkpoints and changes with batches under way ---
-
-
 @pytest.mark.thorough(but=["2bw"])
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream", "paci"])
 def test_going_on_from_a_checkpoint_is_exact(schedule: str, tmp_path: Path) -> None:
@@ -174,8 +171,6 @@ def test_calls_that_do_not_go_with_batches_under_way(
 
 
 class Moving(torch.optim.SGD):
-    """Puts its results into new memory."""
-
     def step(self, closure: Any = None) -> None:
         super().step()
         for group in self.param_groups:
@@ -191,8 +186,6 @@ def test_an_optimizer_that_moves_parameters() -> None:
 
 
 class Cached(nn.Module):
-    """Keeps its weight in a list, or a view of it in a tuple, from one forward to the next."""
-
     def __init__(self, keep: Callable[[nn.Parameter], Any] = lambda weight: [weight]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(WIDTH))

@@ -38,15 +38,11 @@ SETTINGS.scale = 1.0
 
 
 class Layer(Parts, linear=lambda: nn.Linear(4, 4), scale=GIVEN):
-    """A linear layer, times what `scale` finds around it."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.linear(x)) * self.scale(x)
 
 
 class Net(nn.Module):
-    """Four layers; `step` runs one of them."""
-
     def __init__(self, step: Callable[[Any, int, Tensor], Tensor], scale: Callable[[Tensor], Any]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(scale) for _ in range(4))

@@ -41,7 +41,6 @@ def untied_model() -> nn.Sequential:
 
 
 def masked(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum, count), which differ from microbatch to microbatch."""
     counts = target[:, 0] > 0
     return ((output - target).square().mean(1) * counts).sum(), counts.sum()
 

@@ -241,7 +241,6 @@ def output(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
 
 
 def outcome(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Output, and gradients of parameters and floating inputs."""
     given = {key: inputs[key].clone().requires_grad_() for key in ("src", "tgt", "memory") if key in inputs}
     out = output(model, inputs | given)
     (out * numbers(*out.shape, seed=6)).sum().backward()

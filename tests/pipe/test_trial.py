@@ -102,7 +102,6 @@ def test_nothing_is_left_of_a_trial() -> None:
 
 
 def times(one: Plan, ratio: float) -> Plan:
-    """The plan with F and B that take so many times their seconds."""
     forward, backward = ([ratio * seconds for seconds in one.seconds(op)] for op in (Op.F, Op.B))
     return replace(one, costs=replace(one.costs, forward=forward, backward=backward))
 
@@ -157,8 +156,6 @@ def with_a_global(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Locked(nn.Linear):
-    """A layer that cannot be copied."""
-
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH, dtype=torch.float64)
         self.lock = threading.Lock()
@@ -192,7 +189,6 @@ def test_what_is_not_tried_says_why() -> None:
 
 
 def limited(found: Plan) -> Plan:
-    """With memory for itself alone."""
     return replace(found, stages=tuple(replace(s, memory_limit=s.memory_bytes) for s in found.stages))
 
 
@@ -217,8 +213,6 @@ def test_a_batch_that_microbatches_do_not_divide() -> None:
 
 
 class Scales(nn.Module):
-    """A layer that changes its input in place."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(1.5)
 

@@ -182,8 +182,6 @@ def test_programs_may_differ_with_the_size_of_the_group(gloo: Pool) -> None:
 
 
 class Twice(Parts, mlp=mlp, middle=lambda: nn.Linear(WIDTH, WIDTH)):
-    """One MLP in two places."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(self.middle(self.mlp(x)))
 

@@ -6,6 +6,7 @@ import traceback
 import types
 from collections import UserList
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,21 +16,7 @@ import torch.nn.functional as F
 from support import small
 from support.alone import near
 from support.parts import GIVEN, Parts
-from support.plain import (
-    MICROBATCHES,
-    STEPS,
-    WIDTH,
-    Between,
-    Make,
-    agree,
-    batch,
-    between_layers,
-    linear,
-    made,
-    nothing,
-    piped,
-    sgd,
-)
+from support.plain import MICROBATCHES, STEPS, WIDTH, Make, agree, between_layers, linear, piped, plain
 from support.reference import mix
 from support.small import X, Y, layers, make
 from torch import Tensor, nn
@@ -38,8 +25,6 @@ from stagewright.pipe import PipelineModule
 
 
 class Masked(Parts, sizes=lambda: torch.tensor([2, 4])):
-    """A boolean mask, a number read from a tensor, numpy, sizes in a buffer."""
-
     def forward(self, x: Tensor) -> Tensor:
         positive = x[x > 0]
         top = float(x.detach().abs().max())
@@ -63,8 +48,6 @@ def test_code_that_reads_values(middle: Callable[[], nn.Module], recompute: str)
 
 
 class Selects(nn.Module):
-    """Returns as many rows as are positive."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x[x[:, 0] > 0]
 
@@ -89,8 +72,6 @@ class Draws(Parts, linear=linear, strength=1.0):
 
 
 class LayerDrop(Parts, blocks=lambda: nn.ModuleList(linear() for _ in range(4)), dropped=0):
-    """As wav2vec's encoder."""
-
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             if self.training and random.random() < 0.5:
@@ -108,25 +89,19 @@ def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output * (1 + 0.1 * random.random() + 0.1 * np.random.rand()), target + torch.randn(()))
 
 
-def by_hand(make: Make, loss_fn: Any, between: Between = nothing) -> tuple[Any, list[float]]:
+def by_hand(make: Make, loss_fn: Any) -> tuple[Any, list[float]]:
     """One plain process that seeds each child of the model, and the loss, by itself."""
-    model = made(make)
-    optimizer, losses = sgd(model.parameters()), []
-    for step in range(STEPS):
-        between(model, step)
-        x, y = batch(step)
-        optimizer.zero_grad()
-        losses.append(0.0)
-        for k, (h, target) in enumerate(zip(x.tensor_split(MICROBATCHES), y.tensor_split(MICROBATCHES), strict=True)):
-            for unit, child in enumerate(model):
-                seed_all(mix(0, step, k, unit))
-                h = child(h)
-            seed_all(mix(0, step, k, -1))
-            loss = loss_fn(h, target) / MICROBATCHES
-            loss.backward()
-            losses[-1] += loss.item()
-        optimizer.step()
-    return model, losses
+    microbatches = product(range(STEPS), range(MICROBATCHES))
+
+    def loss_of(model: Any, h: Tensor, target: Tensor) -> Any:
+        at = next(microbatches)
+        for unit, child in enumerate(model):
+            seed_all(mix(0, *at, unit))
+            h = child(h)
+        seed_all(mix(0, *at, -1))
+        return loss_fn(h, target)
+
+    return plain(make, loss_of=loss_of)
 
 
 def seed_all(seed: int) -> None:
@@ -165,8 +140,6 @@ def test_random_numbers_of_any_kind_are_the_same_on_any_cut(options: dict[str, A
 
 
 class Drawn(Parts, draws=False, seen=lambda: []):
-    """Notes what it draws, and whether a graph is built meanwhile."""
-
     def forward(self, x: Tensor) -> Tensor:
         if self.draws:
             self.seen.append((torch.is_grad_enabled(), random.random(), np.random.rand()))
@@ -194,9 +167,6 @@ def test_a_unit_that_begins_to_draw_later_is_seeded_from_the_next_batch_on(recom
         runs = [{draw[1:] for draw in first if draw[0] is again} for again in (False, True)]
         assert runs[0] == runs[1]
         assert len(runs[0]) == MICROBATCHES
-
-
-# --- what decides whether anything wants a gradient ---
 
 
 class Sometimes(Parts, linear=linear, decide=GIVEN, uses=False, count=0):

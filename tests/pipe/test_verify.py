@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -23,6 +24,7 @@ from support.inside import (
 )
 from support.models import TASKS, make_batch, make_model, task_of
 from support.parts import Parts
+from support.pipeline import assembled
 from support.pool import Pool
 from support.records import records
 from support.reference import gradients
@@ -39,16 +41,9 @@ def pipe_of(task: str, schedule: str, **options: Any) -> PipelineModule:
     kind, loss = task_of(task).kind, task_of(task).loss
     num_stages = 4 if schedule == "interleaved" else 2
     model = make_model(task, num_stages=num_stages if kind == "stages" else None)
-    settings: dict[str, Any] = {
-        "schedule": schedule,
-        "mesh": {"pipe": 2},
-        "num_microbatches": 4,
-        "loss_fn": loss,
-        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-        "timeout": 120.0,
-    }
-    whole = {"stages": list(model.children())} if kind == "stages" else {"model": model}
-    return PipelineModule(**records(**whole, **(settings | options)))
+    momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    settings = {"mesh": {"pipe": 2}, "num_microbatches": 4, "optimizer": momentum, "loss_fn": loss}
+    return assembled(model, schedule=schedule, **(settings | options))
 
 
 def batch_of(task: str, index: int = 0) -> tuple[Any, ...]:
@@ -57,8 +52,6 @@ def batch_of(task: str, index: int = 0) -> tuple[Any, ...]:
 
 
 class Scales(nn.Linear):
-    """A layer that changes its input in place."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.mul_(1.5))
 
@@ -255,8 +248,6 @@ def test_a_loss_over_the_users_own_parameters_agrees_and_leaves_no_gradient(scal
 
 
 class Counting(Parts, count=0, seen=lambda: torch.zeros(())):
-    """Counts its calls, in evaluation as well, in an attribute, a table of all such modules, and a buffer."""
-
     calls: ClassVar[dict[str, int]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -284,8 +275,6 @@ def test_what_an_evaluation_changes_is_in_no_comparison_and_in_no_step() -> None
 
 
 class Normalised:
-    """A loss that divides by the mean of those before it."""
-
     def __init__(self) -> None:
         self.mean = 1.0
 

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ from support.inside import (
 )
 from support.inside import CompareOutcome as Outcome
 from support.parts import GIVEN, Parts
+from support.pipeline import assembled
 from support.pool import Pool
-from support.records import records
 from support.small import sgd
 from support.verified import Net, Reverse, chain
 from torch import Tensor, nn
@@ -60,10 +61,9 @@ def with_reassigned_buffer() -> Net:
     return net
 
 
-def piped(net: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": functional.mse_loss}
-    settings |= {"optimizer": sgd, "verify": True, "timeout": 120.0}
-    return PipelineModule(net, **records(**(settings | options)))
+piped = partial(
+    assembled, mesh={"pipe": 2}, num_microbatches=2, loss_fn=functional.mse_loss, optimizer=sgd, verify=True
+)
 
 
 def refused(net: nn.Module, **options: Any) -> str:
@@ -136,9 +136,6 @@ def test_a_difference_is_named_with_its_cause(
     told = refused(make(), **options)
     assert difference in told
     assert cause in told
-
-
-# --- what passes between units other than as a tensor: with verify=False nothing notices ---
 
 
 class Leaves(nn.Linear):

@@ -77,9 +77,6 @@ def test_losses_of_microbatches_are_compared(last: float, total: float, told: st
     assert bool(told) == bool(found)
 
 
-# --- correct trainings that are not to be refused ---
-
-
 def told(losses: Mapping[int, tuple[float, float]], *, total: float = 0.0, share: float = 0.0) -> str:
     """`one_of_many` of gradients of which the pipeline's are larger by this share, and its mean loss by `total`."""
     one, count = torch.randn(256, generator=torch.Generator().manual_seed(0)), len(losses)

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from support.inside import GPT, GPTConfig, WeightGradients, plain, stage, units, verification
 from support.parts import Parts
+from support.pipeline import assembled
 from support.pool import Pool
 from support.small import sgd
 from torch import Tensor, nn
@@ -42,10 +44,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target) if output.dim() == 2 else F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def pipe_of(model: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "verify": "first", "timeout": 120.0}
-    settings |= {"loss_fn": loss_fn, "optimizer": sgd}
-    return PipelineModule(model, **(settings | options))
+pipe_of = partial(assembled, mesh={"pipe": 2}, num_microbatches=2, verify="first", loss_fn=loss_fn, optimizer=sgd)
 
 
 def no_copy_fits() -> AbstractContextManager[object]:

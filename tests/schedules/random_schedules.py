@@ -23,7 +23,6 @@ quarters = st.integers(0, 12).map(lambda n: n / 4)
 
 
 def parsed(program: str) -> tuple[Action, ...]:
-    """`0F0 0B0` as actions."""
     return tuple(Action.parse(word) for word in program.split())
 
 

@@ -146,7 +146,6 @@ def test_messages_are_held_from_posting_to_use_and_from_sending_to_proof() -> No
 
 
 def at(curve: MemoryCurve, part: MemoryPart, time: float) -> float:
-    """The value at a moment; the last of several points there."""
     before = [n for n, when in enumerate(curve.times) if when <= time]
     return curve.parts[part][before[-1]] if part in curve.parts else 0.0
 

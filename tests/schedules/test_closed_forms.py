@@ -32,12 +32,10 @@ class Equal:
 
     @property
     def both(self) -> float:
-        """F + B [s]."""
         return self.F + self.back
 
     @property
     def work(self) -> float:
-        """Work of a rank [s]."""
         return self.M * self.n * self.V * self.both
 
     @property
@@ -196,11 +194,7 @@ def bubble_of_pairs(e: Equal, ranks_behind: int) -> float | None:
     other; None where the form does not hold."""
     if min(e.F, e.I) < e.W or e.c:
         return None
-    waits = (
-        ranks_behind * (e.F + e.I - e.W),
-        ranks_behind * 2 * (e.F - e.W),
-        ranks_behind * (2 * e.I - e.W) - e.F,
-    )
+    waits = (ranks_behind * (e.F + e.I - e.W), ranks_behind * 2 * (e.F - e.W), ranks_behind * (2 * e.I - e.W) - e.F)
     return max(waits) if ranks_behind else 0.0
 
 
@@ -301,14 +295,7 @@ def test_interleaved_is_the_best_order_of_any_batch(P: int, V: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("P", "M", "groups"),
-    [
-        (4, 8, (4, 4)),
-        (4, 11, (6, 5)),
-        (4, 14, (5, 5, 4)),
-        (4, 3, (3,)),
-        (4, 7, (7,)),
-    ],
+    ("P", "M", "groups"), [(4, 8, (4, 4)), (4, 11, (6, 5)), (4, 14, (5, 5, 4)), (4, 3, (3,)), (4, 7, (7,))]
 )
 def test_microbatch_groups(P: int, M: int, groups: tuple[int, ...]) -> None:
     assert microbatch_groups(at_least=P, num_microbatches=M) == groups

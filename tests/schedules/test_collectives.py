@@ -37,7 +37,6 @@ def lowered(schedule: Schedule, *sums: Collective) -> Lowered:
 
 
 def work(made: Lowered, rank: int) -> str:
-    """The program of a rank without its messages."""
     return " ".join(str(step) for step in made.programs[rank].steps if isinstance(step, Action | Collective))
 
 

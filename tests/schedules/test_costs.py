@@ -170,9 +170,6 @@ def test_orders_that_cannot_be_simulated() -> None:
         simulate(replace(by_hand("0F0 0B0", microbatches=1), programs=(program,)), Costs())
 
 
-# --- sums that keep their ranks busy: what runs beside them gets on at the rate of what is left ---
-
-
 CASES = [each for each in cases(150, seed=1) if each.costs.sum_busy != 0.0]
 
 

@@ -206,9 +206,6 @@ def test_each_update_has_its_window(P: int) -> None:
                         check(with_program(schedule, rank, moved))
 
 
-# --- PACI: one version, and a bound on the updates between a forward and its backward ---
-
-
 @pytest.mark.thorough(but=["1-1"])
 @pytest.mark.parametrize("P", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("M", [1, 4, 6])

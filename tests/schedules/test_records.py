@@ -111,7 +111,6 @@ def test_a_window_of_a_stream_begins_with_batch_0() -> None:
     simulated = simulate(course.stream.unrolled(3), Costs(latency=0.25, update=0.5))
 
     def later(record: RankRecord) -> RankRecord:
-        """Two batches on in the stream."""
         return replace(
             record,
             compute=tuple(
@@ -209,7 +208,6 @@ SCHEDULE = build("1f1b", num_ranks=3, num_microbatches=4)
 
 
 def of_step(number: int, schedule: Schedule = SCHEDULE) -> Timeline:
-    """A timeline that no other step has."""
     return simulate(schedule, Costs(forward=1.0 + number / 64, latency=0.25))
 
 
@@ -374,5 +372,4 @@ def test_whatever_breaks_good_lines_stay(tmp_path: Path, seed: int) -> None:
 
 
 def step_of(data: bytes, number: int) -> bytes:
-    """The line of a step."""
     return next(line for line in data.split(b"\n") if line.startswith(b'{"step":%d,' % number))

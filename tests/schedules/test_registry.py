@@ -59,13 +59,7 @@ def test_what_is_full_after_some_rounds_grows_no_more() -> None:
             assert len(peaks) == 1, each.name
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("interlaced", "; did you mean 'interleaved'?"),
-        ("zzz", [*FAMILIES][-1]),
-    ],
-)
+@pytest.mark.parametrize(("name", "hint"), [("interlaced", "; did you mean 'interleaved'?"), ("zzz", [*FAMILIES][-1])])
 def test_unknown_name(name: str, hint: str) -> None:
     with pytest.raises(ValueError, match=f"one of {', '.join(FAMILIES)}") as error:
         build(name, num_ranks=2, num_microbatches=2)

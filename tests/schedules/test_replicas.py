@@ -167,9 +167,6 @@ def test_streams_of_replicas_span_as_many_batches_as_one_pipeline(name: str) -> 
     assert simulate(shared, costs).batch_seconds == pytest.approx(simulate(alone, costs).batch_seconds)
 
 
-# --- without dead ranks: every microbatch once, on a living owner of its stage ---
-
-
 FAMILIES: list[tuple[str, dict[str, Any]]] = [("1f1b", {}), ("interleaved", {"num_chunks": 2}), ("zb-h1", {})]
 COSTS = Costs(forward=1.0, backward=2.0)
 

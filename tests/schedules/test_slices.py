@@ -81,11 +81,7 @@ def test_slices_that_do_not_fit(change: dict[str, object], message: str) -> None
         replace(schedule, **change)  # type: ignore[arg-type]
 
 
-# --- lengths: against every way to cut a short sequence, and against the simulator ---
-
-
 def cuts(total: int, num_slices: int | None = None) -> Iterator[tuple[int, ...]]:
-    """Every way to cut `total` tokens."""
     if total == 0:
         if not num_slices:
             yield ()

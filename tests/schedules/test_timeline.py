@@ -161,11 +161,9 @@ class Apart:
         return self.ahead + (1 + self.drift) * t
 
     def ping(self, t: float, *, there: float, back: float) -> Ping:
-        """A ping at time t that takes so long there, and so long back [s]."""
         return self.here(t), t + there, self.here(t + there + back)
 
     def offset(self, t: float) -> float:
-        """To add to this host's clock at time t."""
         return t - self.here(t)
 
 

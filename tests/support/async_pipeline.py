@@ -12,7 +12,6 @@ from .reference import copied, make_scheduler, pipeline_optimizer
 
 
 def make_pipeline(case: AsyncCase, model: nn.Module, **options: Any) -> Any:
-    """The pipeline of a case over `make_model(case)`."""
     inputs, _ = make_batch(case, 0, case.sizes[0])
     settings: dict[str, Any] = {
         "schedule": make_schedule(case),

@@ -199,8 +199,6 @@ def delay_of(case: AsyncCase, stage: int) -> float:
 
 
 class _Seeder(Seeder):
-    """Takes the units of one version after the other."""
-
     def attach(self, units: Sequence[nn.Module]) -> None:
         for module in dict.fromkeys(units):
             module.register_forward_pre_hook(self._enter)
@@ -239,7 +237,6 @@ class _Replay:
         self.versions.append(version)
 
     def forward(self, row: Sequence[Use], inputs: tuple[Tensor, ...], target: Any) -> Any:
-        """The loss of one microbatch, each piece under its stage's version."""
         values: Any = inputs
         for piece, stage in enumerate(self.stage_of):
             result = _pieces(self.versions[row[stage].right])[piece](*values)
@@ -307,11 +304,9 @@ class _Replay:
                 self.last_updates[name] = d
 
     def stage(self, name: str) -> int:
-        """Stage of a parameter."""
         return self.stage_of[int(name.split(".", maxsplit=1)[0]) if len(self.stage_of) > 1 else 0]
 
     def batch(self, t: int, table: Sequence[Sequence[Use]]) -> float:
-        """Trains on batch t and returns its loss."""
         case, M = self.case, self.case.num_microbatches
         group = case.group_size
         inputs, target = make_batch(case, t, case.sizes[t])
@@ -374,7 +369,6 @@ def _newest(parameters: Sequence[tuple[str, nn.Parameter, nn.Parameter]]) -> Ite
 
 @functools.cache
 def replay(case: AsyncCase) -> AsyncOutcome:
-    """The right outcome of a case."""
     with torch.random.fork_rng(devices=[]):
         return _Replay(case).run()
 

@@ -35,8 +35,6 @@ _GRACE = 10.0  # [s] for the other ranks to say what became of them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """A command, or one rank of it, that has ended."""
-
     status: int
     stdout: str
     stderr: str
@@ -52,8 +50,6 @@ class ForkedRank(NamedTuple):
 
 
 class Cli:
-    """The command line in this process; words are split at blanks."""
-
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys, self.told = capsys, ""
 
@@ -64,7 +60,6 @@ class Cli:
         return out
 
     def json(self, *words: str) -> Any:
-        """What it prints with --json."""
         return json.loads(self.text(*words, "--json"))
 
     def refused(self, *words: str) -> str:
@@ -78,7 +73,6 @@ class Cli:
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """The command line, without processes of its own."""
     return Cli(capsys)
 
 
@@ -166,7 +160,6 @@ def start_forked(
 
 
 def end_forked(ranks: Sequence[ForkedRank]) -> None:
-    """Kill what still runs."""
     for rank in ranks:
         rank.process.kill()
     for rank in ranks:
@@ -176,7 +169,6 @@ def end_forked(ranks: Sequence[ForkedRank]) -> None:
 
 
 def answer(rank: ForkedRank) -> Done:
-    """The outcome of a rank, once it has ended."""
     assert rank.answer.poll(_TIMEOUT), f"a rank is not done after {_TIMEOUT} s"
     try:
         done: Done = rank.answer.recv()

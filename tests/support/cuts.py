@@ -80,8 +80,6 @@ def _same_outputs(found: Any, expected: Any) -> None:
 
 
 class Counting(Layers):
-    """A buffer that each forward changes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))

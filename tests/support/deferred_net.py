@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import stagewright as sw
 from support.inside import recording
+from support.pipeline import assembled
 
 WIDTH, VOCABULARY = 16, 24
 TOKENS = torch.randint(0, VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(0))
@@ -28,8 +30,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """An LSTM, blocks, a tied head and a buffer that is computed."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
@@ -57,7 +57,6 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 @contextmanager
 def deferred(**options: Any) -> Iterator[None]:
-    """All tensors are large."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recording, "SMALL", 1)
         with sw.deferred(**options):
@@ -81,13 +80,10 @@ def net(build: str) -> Net:
     return model
 
 
-def make(model: nn.Module, **options: Any) -> sw.PipelineModule:
-    given: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 4, "loss_fn": loss, "optimizer": sgd, **options}
-    return sw.PipelineModule(model, **given)
+make = partial(assembled, mesh={"pipe": 2}, num_microbatches=4, loss_fn=loss, optimizer=sgd)
 
 
 def trained(build: Build, **options: Any) -> tuple[list[float | None], dict[str, torch.Tensor]]:
-    """Losses of three steps, and the weights then."""
     torch.manual_seed(3)
     with build():
         model = Net()

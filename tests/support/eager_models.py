@@ -18,8 +18,6 @@ def linear() -> nn.Linear:
 
 
 class Reversal(torch.autograd.Function):
-    """Identity forwards, the negative gradient backwards."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
@@ -61,8 +59,6 @@ reversal = Reversal.apply  # as tutorials do: bound when the module is imported
 
 
 class Block(nn.Module):
-    """A residual block."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
@@ -72,8 +68,6 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks, one after the other."""
-
     def __init__(self, block: Callable[[], nn.Module] = Block, count: int = 4) -> None:
         super().__init__()
         self.stem = linear()
@@ -88,8 +82,6 @@ class Stack(nn.Module):
 
 
 class CheckpointedBlock(Block):
-    """Keeps its input alone."""
-
     use_reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,14 +89,10 @@ class CheckpointedBlock(Block):
 
 
 class ReentrantBlock(CheckpointedBlock):
-    """The older way."""
-
     use_reentrant = True
 
 
 class FunctionsBetween(Stack):
-    """Custom functions between the blocks."""
-
     def forward(self, x: Tensor) -> Tensor:
         first, second, third, fourth = self.blocks
         x = reversal(first(x))
@@ -113,8 +101,6 @@ class FunctionsBetween(Stack):
 
 
 class CheckpointedBetween(Stack):
-    """The loop over the blocks calls checkpoint, as many models do."""
-
     use_reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,14 +111,10 @@ class CheckpointedBetween(Stack):
 
 
 class ReentrantBetween(CheckpointedBetween):
-    """The older way."""
-
     use_reentrant = True
 
 
 class CheckpointedTogether(Stack):
-    """Two blocks and what is between them, in one checkpoint."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for i in (0, 2):
@@ -143,8 +125,6 @@ class CheckpointedTogether(Stack):
 
 
 class HooksBetween(Stack):
-    """A hook on a value that several blocks take."""
-
     def forward(self, x: Tensor) -> Tensor:
         first, second, third, fourth = self.blocks
         h = first(x)

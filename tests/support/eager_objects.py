@@ -14,8 +14,6 @@ class Layers:
 
 
 class Layer:
-    """Values that one block has seen so far."""
-
     def __init__(self) -> None:
         self.seen: Tensor | None = None
         self.scale: Tensor | None = None
@@ -42,8 +40,6 @@ class WithNestedObjects(Stack):
 
 
 class Steps:
-    """An object in which blocks count themselves."""
-
     def __init__(self) -> None:
         self.number = 0
 
@@ -55,8 +51,6 @@ class CountedBlock(Block):
 
 
 class CountsInAnObject(Stack):
-    """A block reads in an object what the one before it has written there."""
-
     def __init__(self) -> None:
         super().__init__(CountedBlock)
 
@@ -89,8 +83,6 @@ class ReadingBlock(Block):
 
 
 class SetsBetween(Stack):
-    """Attributes of blocks, set by the code between them."""
-
     def __init__(self) -> None:
         super().__init__(ReadingBlock)
 

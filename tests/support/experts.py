@@ -44,8 +44,6 @@ class Listed(nn.Module):
 
 
 class Weights(nn.Module):
-    """Stacked weights of experts."""
-
     def __init__(self, number: int) -> None:
         super().__init__()
         self.num_experts = number
@@ -74,8 +72,6 @@ class Stacked(Listed):
 
 
 class Batch(nn.Module):
-    """Stacked weights, called with as many rows for each expert."""
-
     def __init__(self, number: int) -> None:
         super().__init__()
         self.up, self.down = (nn.Parameter(torch.randn(number, *sizes)) for sizes in ((WIDTH, 8), (8, WIDTH)))
@@ -103,7 +99,6 @@ class Batched(Listed):
 
 
 def model(*layers: nn.Module) -> nn.Sequential:
-    """A dense layer is among those of experts."""
     torch.manual_seed(0)
     own = layers or (Listed(), nn.Linear(WIDTH, WIDTH), Stacked(), Listed())
     torch.manual_seed(0)

@@ -26,7 +26,6 @@ class Told:
 
 
 def told(call: Callable[[], object]) -> Told:
-    """The error that a call ends with."""
     started = time.monotonic()
     try:
         value = call()
@@ -36,8 +35,6 @@ def told(call: Callable[[], object]) -> Told:
 
 
 class Trip(nn.Module):
-    """A layer that does something to its process in the third real forward."""
-
     def __init__(self, action: Callable[[], None]) -> None:
         super().__init__()
         self.action = action

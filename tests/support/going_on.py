@@ -141,13 +141,7 @@ def wait_for_others(run: sw.PipelineModule) -> None:
 
 
 def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
-    from support.inside import (
-        FlushUpdate,
-        Membership,
-        PipeStateState,
-        PipeTrainingTraining,
-        report_to_launcher,
-    )
+    from support.inside import FlushUpdate, Membership, PipeStateState, PipeTrainingTraining, report_to_launcher
     from support.staged import staging
 
     torch.set_num_threads(1)

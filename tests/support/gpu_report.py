@@ -17,13 +17,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def wait() -> None:
-    """For the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def seconds(step: Callable[[], object], repetitions: int = 5) -> float:
-    """Median of a step that has run once."""
     step()
     found = []
     for _ in range(repetitions):
@@ -36,7 +34,6 @@ def seconds(step: Callable[[], object], repetitions: int = 5) -> float:
 
 
 def plain_step(model: Any, optimizer: torch.optim.Optimizer, loss_fn: Any, batch: Any, number: int) -> float:
-    """A step of training without a pipeline, in so many microbatches; its loss."""
     optimizer.zero_grad()
     losses = []
     for part, target in zip(*(one.tensor_split(number) for one in batch), strict=True):
@@ -48,7 +45,6 @@ def plain_step(model: Any, optimizer: torch.optim.Optimizer, loss_fn: Any, batch
 
 
 def note(what: str, **figures: float | str | None) -> None:
-    """One line of JSON a measurement, added to the report."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
     line = json.dumps({"what": what, "device": name, "torch": torch.__version__, **figures})
     print(line)

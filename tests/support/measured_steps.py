@@ -126,7 +126,6 @@ class Step:
 
 
 def evaluated(step: Step, device: DeviceModel | None = None) -> Plan:
-    """The step's own plan."""
     device = device or step.device
     source = TransformerSource(
         transformer=step.model, device=device, cluster=step.cluster, context=step.context, runtime=step.runtime
@@ -153,7 +152,6 @@ def evaluated(step: Step, device: DeviceModel | None = None) -> Plan:
 
 
 def off(step: Step, device: DeviceModel | None = None) -> float:
-    """Predicted over measured seconds, less one."""
     return (evaluated(step, device).simulated_step_time or 0.0) / step.seconds - 1
 
 

@@ -176,7 +176,6 @@ def small_gpt() -> nn.Module:
 
 
 def small_tied() -> nn.Module:
-    """The head of the last stage is the embedding of the first."""
     embedding, head = nn.Embedding(VOCABULARY, D), nn.Linear(D, VOCABULARY, bias=False)
     head.weight = embedding.weight
     return nn.Sequential(embedding, nn.Dropout(DROPOUT), Block(), Block(), nn.LayerNorm(D), head)
@@ -287,7 +286,6 @@ class Chain(nn.ModuleList):
 
 
 def task_of(name: str) -> Task:
-    """The task of that name, a large or a small one."""
     return TASKS[name] if name in TASKS else SMALL_TASKS[name]
 
 

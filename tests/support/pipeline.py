@@ -15,7 +15,6 @@ from .reference import copied, make_scheduler, pipeline_optimizer, reference_mod
 
 
 def make_pipeline(case: Case, layout: Layout, model: nn.Module, **options: Any) -> Any:
-    """The pipeline of a case over `reference_model(case)`."""
     inputs, _ = make_batch(case.task, index=0, size=case.batch_sizes[0])
     settings: dict[str, Any] = {
         "schedule": layout.schedule,
@@ -43,7 +42,6 @@ def assembled(model: nn.Module, **settings: Any) -> Any:
 
 
 def run(case: Case, layout: Layout) -> Outcome:
-    """Runs the protocol; under several processes on every one of them."""
     # It is about time, and said of stages that split their backward and have little but an LSTM.
     warnings.filterwarnings("ignore", message="the schedule splits the backward of stage")
     torch.manual_seed(5)  # the user's random state, which no call may change

@@ -37,8 +37,7 @@ def nothing(model: Any, step: int) -> None:
     """Between two steps."""
 
 
-def plain(make: Make, between: Between = nothing) -> tuple[Any, list[float]]:
-    """The model after STEPS steps, and the losses."""
+def plain(make: Make, between: Between = nothing, **options: Any) -> tuple[Any, list[float]]:
     model = made(make)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -46,11 +45,11 @@ def plain(make: Make, between: Between = nothing) -> tuple[Any, list[float]]:
             between(model, step)
             yield batch(step)
 
-    return model, train_alone(model, batches(), lambda _: sgd(model.parameters()), parts=MICROBATCHES).losses
+    found = train_alone(model, batches(), lambda _: sgd(model.parameters()), parts=MICROBATCHES, **options)
+    return model, found.losses
 
 
 def piped(make: Make, between: Between = nothing, **options: Any) -> tuple[Any, list[float]]:
-    """The same in a pipeline."""
     model = made(make)
     settings: dict[str, Any] = {"mesh": {"pipe": 2}, "cut": ["2"], "example_inputs": batch(0)[:1]}
     settings |= {"num_microbatches": MICROBATCHES, "loss_fn": F.mse_loss, "optimizer": sgd}
@@ -78,5 +77,4 @@ def linear() -> nn.Linear:
 
 
 def between_layers(*middle: Callable[[], nn.Module]) -> Make:
-    """A chain with these in its first stage."""
     return lambda: nn.Sequential(linear(), nn.Sequential(*[one() for one in middle]), linear(), nn.Tanh(), linear())

@@ -136,7 +136,6 @@ class Pool:
         return replies
 
     def close(self) -> None:
-        """Ends all workers; a later case starts new ones."""
         _end(self._workers)
         self._store = None
 

@@ -72,7 +72,6 @@ def _leave_at_the_end(connection: Connection) -> None:
 
 
 def serve(connection: Connection, log: str, store_port: int) -> None:
-    """Runs one case after the other until the connection ends."""
     threading.Thread(target=_leave_at_the_end, args=(connection,), daemon=True).start()
     output = open(log, "w", buffering=1)  # noqa: SIM115  (lives as long as the process)
     os.dup2(output.fileno(), 1)

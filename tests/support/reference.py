@@ -45,7 +45,6 @@ class Seeder:
 
 
 def cut(value: Any, num_microbatches: int) -> list[Any]:
-    """A tensor, or a tuple of tensors, cut along dimension 0."""
     if isinstance(value, tuple):
         return list(zip(*(cut(part, num_microbatches) for part in value), strict=True))
     return list(torch.tensor_split(value, num_microbatches))
@@ -85,7 +84,6 @@ def _backward(loss: Tensor) -> None:
 
 
 def evaluate(model: nn.Module, inputs: tuple[Tensor, ...], target: Any, case: Case) -> tuple[float, Any]:
-    """Loss and output of the model in eval mode; leaves it in training mode."""
     task = TASKS[case.task]
     model.eval()
     with torch.no_grad():
@@ -168,7 +166,6 @@ BY_NAME = {"rates-by-name": _rates_by_name, "muon": _muon, "grouped": _grouped}
 
 
 def make_optimizers(name: str, named: Sequence[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
-    """All of a model."""
     if name in BY_NAME:
         return [optimizer for optimizer in BY_NAME[name](named) if optimizer is not None]
     return [OPTIMIZERS[name]([parameter for _, parameter in named])]

@@ -60,7 +60,6 @@ class Case:
 
 
 def cases(count: int, *, seed: int = 0) -> Iterator[Case]:
-    """As many cases; every family in turn, and every fifth a random order."""
     random = Random(seed)
     names = [*FAMILIES]
     for number in range(count):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stagewright.pipe import PipelineModule
+from support.alone import same_gradients
 from support.records import records
 
 from .layers import D, T
@@ -19,15 +20,8 @@ WORDS = ("none", "full", "layer", "selective")
 
 def pipeline(model: Any, recompute: Any, **options: Any) -> PipelineModule:
     what = {"stages": model} if isinstance(model, list) else {"model": model}
-    settings: dict[str, Any] = {
-        "num_microbatches": M,
-        "mesh": {"pipe": 2},
-        "loss_fn": F.mse_loss,
-        "example_inputs": (X,),
-        "recompute": recompute,
-        **what,
-    }
-    return PipelineModule(**records(**(settings | options)))
+    settings = {"num_microbatches": M, "mesh": {"pipe": 2}, "loss_fn": F.mse_loss, "example_inputs": (X,)}
+    return PipelineModule(**records(**what, recompute=recompute, **(settings | options)))
 
 
 def made(make: Callable[[], Any]) -> Any:
@@ -51,11 +45,10 @@ def equals_one_process(make: Callable[[], Any], recompute: Any, *, atol: float =
         for x, y in zip(X.chunk(M), Y.chunk(M), strict=True):
             (F.mse_loss(chain(x.clone()), y) / M).backward()
         pipe.forward_backward(X, Y)
-        for (name, mine), wanted in zip(whole.named_parameters(), chain.parameters(), strict=True):
-            assert (mine.grad is None) == (wanted.grad is None), name
-            assert mine.grad is None or torch.allclose(mine.grad, wanted.grad, rtol=0, atol=atol), name
-            mine.grad = wanted.grad = None
+        same_gradients(whole, chain, atol=atol)
         assert all(torch.equal(mine, wanted) for mine, wanted in zip(whole.buffers(), chain.buffers(), strict=True))
+        whole.zero_grad()
+        chain.zero_grad()
         assert torch.allclose(pipe.predict(X), chain.eval()(X.clone()), rtol=0, atol=1e-12)  # type: ignore[arg-type]
         chain.train()
     pipe.close()

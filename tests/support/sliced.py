@@ -54,7 +54,6 @@ class Made:
 
 
 def plainly(model: nn.Module, loss_fn: Callable[..., Any], *inputs: Any) -> Made:
-    """By one process, the whole batch at once."""
     model = copy.deepcopy(model)
     *inputs, target = inputs
     loss = loss_fn(model(*inputs), target)
@@ -64,7 +63,6 @@ def plainly(model: nn.Module, loss_fn: Callable[..., Any], *inputs: Any) -> Made
 
 
 def piped(pipe: PipelineModule, *inputs: Any) -> Made:
-    """By a pipeline: of the stages of this process."""
     pipe.build(*inputs)
     for _, parameter in pipe.named_parameters():
         parameter.grad = None
@@ -74,7 +72,6 @@ def piped(pipe: PipelineModule, *inputs: Any) -> Made:
 
 
 def difference(found: Made, expected: Made) -> float:
-    """The largest of a gradient, relative to it."""
     pairs = [(found.gradients[name], expected.gradients[name]) for name in found.gradients]
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
 

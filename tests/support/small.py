@@ -16,24 +16,17 @@ X, Y = (torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)) for
 
 
 def layers(count: int = 6) -> nn.Sequential:
-    """`count` linear layers."""
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(count)])
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer factory."""
     return torch.optim.SGD(parameters, lr=0.1)
 
 
 def make(**options: Any) -> PipelineModule:
     """The small pipeline, with other options where they are given."""
-    settings: dict[str, Any] = {
-        "num_microbatches": 4,
-        "mesh": {"pipe": 2},
-        "loss_fn": F.mse_loss,
-        "optimizer": sgd,
-        "example_inputs": (X,),
-    }
+    settings: dict[str, Any] = {"num_microbatches": 4, "mesh": {"pipe": 2}, "loss_fn": F.mse_loss}
+    settings |= {"optimizer": sgd, "example_inputs": (X,)}
     if "stages" not in options:
         settings["model"] = layers()
     return PipelineModule(**records(**(settings | options)))

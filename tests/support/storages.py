@@ -18,7 +18,6 @@ class Storages(TorchDispatchMode):
 
     @property
     def bytes(self) -> int:
-        """All of them together."""
         return sum(size * count for size, count in self.live.items())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,13 +1,13 @@
 """A tied GPT that tensor groups divide, its batches, and a pipeline over it."""
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stagewright.pipe import PipelineModule
-from support.records import records
+from support.pipeline import assembled
 
 WIDTH, HEADS, LENGTH, WORDS = 8, 4, 6, 12
 
@@ -41,8 +41,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A tied GPT: embedding, two blocks, norm, head."""
-
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
@@ -79,12 +77,5 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {
-        "num_microbatches": 4,
-        "loss_fn": loss_fn,
-        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
-        "max_grad_norm": 0.7,
-        "timeout": 120.0,
-    }
-    return PipelineModule(model, **records(**(settings | options)))
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+make_pipe = partial(assembled, num_microbatches=4, loss_fn=loss_fn, optimizer=sgd, max_grad_norm=0.7)

@@ -46,7 +46,6 @@ def make_model(num_layers: int = 4) -> nn.Sequential:
 
 
 def make_loss() -> Callable[[Tensor, Tensor], Tensor]:
-    """A loss that changes from call to call."""
     calls = [0]
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -64,8 +63,6 @@ def make_batch(step: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def fails(error: BaseException, *, on: int = 0) -> Any:
-    """An optimizer whose step raises on a rank."""
-
     class Failing(torch.optim.SGD):
         separable = "parameters"
 

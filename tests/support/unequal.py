@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from stagewright import PipelineModule
 from support.parts import Parts
-from support.records import records
+from support.pipeline import assembled
+from support.small import sgd
 
 D, WORDS, BLOCKS = 8, 11, 3
 LENGTHS = (3, 9, 4, 7)
@@ -33,7 +34,6 @@ def mean_over_words(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def make_batch(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[tuple[Tensor, Tensor]]:
-    """Microbatches of unequal length, and of one or two samples."""
     generator = torch.Generator().manual_seed(seed)
 
     def words(k: int, length: int) -> Tensor:
@@ -43,13 +43,8 @@ def make_batch(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[tuple[Tens
 
 
 def make_pipe(**options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {
-        "loss_fn": mean_over_words,
-        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        "num_microbatches": len(LENGTHS),
-        "timeout": 120.0,
-    }
-    return PipelineModule(make_model(), **records(**(settings | options)))
+    settings = {"loss_fn": mean_over_words, "optimizer": sgd, "num_microbatches": len(LENGTHS)}
+    return assembled(make_model(), **(settings | options))
 
 
 BATCHES = [make_batch(0), make_batch(1, (8, 2, 5, 5)), make_batch(2, (1, 6, 12, 3))]

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 
 class Reverse(torch.autograd.Function):
-    """Gradient reversal: the identity forwards, and -1 backwards."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()

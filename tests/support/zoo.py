@@ -66,8 +66,6 @@ def _built(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _of(family: str, head: str, **sizes: Any) -> Callable[[], nn.Module]:
-    """A model of a configuration, as `transformers` names both."""
-
     def make() -> nn.Module:
         transformers = importlib.import_module("transformers")
         config = getattr(transformers, f"{family}Config")(**sizes)
@@ -190,7 +188,6 @@ def load_torchvision() -> None:
 
 
 def resnet() -> nn.Module:
-    """Convolutions with batch normalisation."""
     load_torchvision()
     from torchvision.models.resnet import BasicBlock, ResNet
 
@@ -198,7 +195,6 @@ def resnet() -> nn.Module:
 
 
 def swin() -> nn.Module:
-    """Attention in shifted windows."""
     load_torchvision()
     from torchvision.models.swin_transformer import SwinTransformer
 

@@ -355,10 +355,7 @@ def test_a_schedule_is_edited_and_drawn_anew(browser: Any) -> None:
     looked.until("stagewright.page.panels.length > 1")
     halves = Costs(forward=0.5, backward=1.0, latency=0.25)  # the same work in twice as many stages
     timeline = simulate(build("interleaved", num_ranks=4, num_microbatches=8), halves)
-    assert panels(looked)[1] == [
-        "interleaved P=4 V=2 M=8, simulated in the page",
-        pytest.approx(timeline.makespan),
-    ]
+    assert panels(looked)[1] == ["interleaved P=4 V=2 M=8, simulated in the page", pytest.approx(timeline.makespan)]
     assert edit_told(looked).startswith("Simulated in the page: makespan")
     assert f"at most {max(timeline.peak_activations)} stage activations on a rank" in edit_told(looked)
     fill(looked, "Ranks P", 3)

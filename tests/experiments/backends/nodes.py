@@ -88,7 +88,6 @@ def written(folder: Path) -> list[int]:
 
 
 def parent(process: int) -> int:
-    """The process that started this one, or adopted it."""
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
@@ -101,7 +100,6 @@ def network_of(process: int) -> int:
 
 
 def processes_in(inode: int) -> list[str]:
-    """Processes in a network namespace."""
     return [path.name for path in Path("/proc").glob("[0-9]*") if network_of(int(path.name)) == inode]
 
 

@@ -62,7 +62,6 @@ def python(script, *words):
 
 @contextmanager
 def serving(*hosts):
-    """Servers on nodes that end with them."""
     servers = [host.start(python(SERVER), output=subprocess.PIPE) for host in hosts]
     for server in servers:
         assert server.stdout.readline() == b"ready\n"
@@ -181,7 +180,6 @@ def crossing(*, sites=(0, 0, 0), near=PLAIN, far=PLAIN, room=10**9):
 
 
 def arrivals(wire, until=1e9):
-    """Packets in the order in which they come out, with their times."""
     return [(packet, pytest.approx(due)) for due, _, packet in wire.leave(until)]
 
 

@@ -22,7 +22,6 @@ DATA = Path(__file__).parents[2] / "data"
 
 
 def pose(**request: Any) -> Problem:
-    """The problem of a `Request`."""
     return Request(**request).problem()
 
 

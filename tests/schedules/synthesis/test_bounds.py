@@ -28,7 +28,6 @@ def test_never_above_the_optimum_of_300_random_instances() -> None:
 
 
 def bound_of(point: dict[str, str]) -> float:
-    """The least bubble."""
     problem = pose(**request(point))
     work = problem.num_microbatches * sum(problem.seconds[op][s][0] for op in SPLIT_OPS for s in problem.placement[0])
     return 1 - work / least_seconds(problem)
@@ -82,7 +81,6 @@ def test_one_microbatch_at_a_time_is_known_exactly_also_with_whole_backwards() -
 
 
 def brute_force(problem: Problem) -> float:
-    """The least value of all orders that fit."""
     evaluator = Evaluator(problem)
     limits = problem.memory_limit
     own: list[list[list[int]]] = []

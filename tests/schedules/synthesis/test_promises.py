@@ -255,14 +255,12 @@ def problems(number: int, *, limit: float | None, seed: int = 0, num_chunks: int
 
 
 def seconds_of(schedule: Schedule, problem: Problem) -> float:
-    """Simulated, with the problem's own tables."""
     names = {Op.F: "forward", Op.I: "input_grad", Op.W: "weight_grad"}
     rows = {name: list(map(list, problem.seconds[op])) for op, name in names.items()}
     return simulate(schedule, Costs(**rows, latency=0.1)).makespan
 
 
 def peaks(schedule: Schedule, problem: Problem) -> list[float]:
-    """Memory of each rank, action by action."""
     found = []
     for program in schedule.programs:
         held = {"F": 1, "B": -1, "I": 0, "W": -1}

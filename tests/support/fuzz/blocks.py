@@ -26,8 +26,6 @@ class MLP(Block, up=lambda: nn.Linear(D, Y), down=lambda: nn.Linear(Y, D)):
 
 
 class Plain(Block):
-    """No parameters."""
-
     makers: ClassVar[dict[str, Any]] = {}
 
     def body(self, x: Tensor) -> Tensor:
@@ -65,8 +63,6 @@ class Encoder(Block, layer=lambda: nn.TransformerEncoderLayer(D, 2, Y, dropout=0
 
 
 class Attention(Block, qkv=lambda: nn.Linear(D, 3 * D), out=lambda: nn.Linear(D, D)):
-    """Causal."""
-
     def body(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (2, D // 2)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -92,8 +88,6 @@ class WeightNorm(Block, fc=lambda: nn.utils.parametrizations.weight_norm(nn.Line
 
 
 class Nested(Block, layers=lambda: nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(2))):
-    """Sequentials in a module."""
-
     def body(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = x + layer(x)
@@ -111,8 +105,6 @@ class Layerdrop(Block):
 
 
 class TopOne(Block, gate=lambda: nn.Linear(D, 2), experts=lambda: nn.ModuleList(nn.Linear(D, D) for _ in range(2))):
-    """A sparse mixture of experts: values decide who computes what."""
-
     def body(self, x: Tensor) -> Tensor:
         weights = self.gate(x).softmax(-1)
         top, best = weights.max(-1)
@@ -131,8 +123,6 @@ class Soft(TopOne):
 
 
 class Assigned(Block, fc=lambda: nn.Linear(D, D), seen=lambda: torch.ones(D)):
-    """A buffer that is assigned anew in training."""
-
     def body(self, x: Tensor) -> Tensor:
         if self.training:
             self.seen = 0.9 * self.seen + 0.1 * x.detach().abs().mean((0, 1))
@@ -140,8 +130,6 @@ class Assigned(Block, fc=lambda: nn.Linear(D, D), seen=lambda: torch.ones(D)):
 
 
 class Written(Assigned):
-    """A buffer that is written in place."""
-
     def body(self, x: Tensor) -> Tensor:
         if self.training:
             self.seen.mul_(0.9).add_(x.detach().abs().mean((0, 1)), alpha=0.1)
@@ -155,8 +143,6 @@ class Counter(Block, fc=lambda: nn.Linear(D, D), calls=int):
 
 
 class InPlace(Block):
-    """Changes what it made itself."""
-
     def body(self, x: Tensor) -> Tensor:
         h = self.fc(x)
         h += x
@@ -165,8 +151,6 @@ class InPlace(Block):
 
 
 class Argument(Block):
-    """Changes its argument."""
-
     def body(self, x: Tensor) -> Tensor:
         return self.fc(x.add_(0.5))
 
@@ -224,8 +208,6 @@ class TensorHook(Block):
 
 
 class Branch(Block, fc=lambda: nn.Linear(D, D), other=lambda: nn.Linear(D, D)):
-    """Values decide; one of two layers may get no gradient."""
-
     def body(self, x: Tensor) -> Tensor:
         return self.fc(x) if x[..., 0].sum() > 0 else self.other(x)
 
@@ -244,8 +226,6 @@ class Unused(Block, fc=lambda: nn.Linear(D, D), other=lambda: nn.Linear(D, D)): 
 
 
 class Raw(Block, weights=lambda: nn.ParameterList([torch.eye(D) * 0.7, torch.ones(D)])):
-    """Parameters of its own, in a list."""
-
     def body(self, x: Tensor) -> Tensor:
         return x @ self.weights[0] + self.weights[1]
 
@@ -258,8 +238,6 @@ class NoGrad(Block):
 
 
 class Compound(Block):
-    """einsum, split, where, cumsum, index_select."""
-
     def body(self, x: Tensor) -> Tensor:
         a, b = torch.einsum("ntd,ed->nte", x, self.fc.weight).split(D // 2, -1)
         h = torch.cat([b, torch.where(a > 0, a, 0.1 * a)], -1).cumsum(1)
@@ -310,8 +288,6 @@ FACTOR = ContextVar("factor", default=1.0)
 
 
 class Scoped(Block):
-    """Reads what the code around it has set."""
-
     def body(self, x: Tensor) -> Tensor:
         return self.fc(x) * FACTOR.get() * len(SCOPES)
 
@@ -321,7 +297,6 @@ SCOPES = ["the module"]
 
 @contextmanager
 def scope(number: int) -> Iterator[None]:
-    """Sets it, as code between blocks does."""
     token = FACTOR.set(1.0 + number / 4)
     SCOPES.append(f"scope {number}")
     with torch.profiler.record_function(SCOPES[-1]):
@@ -331,8 +306,6 @@ def scope(number: int) -> Iterator[None]:
 
 
 class StateHooks(Block):
-    """Has other names in a state dict, and a state of its own."""
-
     def make(self) -> None:
         self.factor = torch.ones(1)
         self.register_state_dict_post_hook(_without_fc)

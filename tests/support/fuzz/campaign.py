@@ -37,7 +37,6 @@ def limited(seconds: int) -> Iterator[None]:
 
 
 def checked(case: Case) -> Verdict:
-    """As `check`, in limited time."""
     try:
         with limited(LIMIT):
             return check(case)
@@ -46,7 +45,6 @@ def checked(case: Case) -> Verdict:
 
 
 def script(case: Case, verdict: Verdict) -> str:
-    """What shows the fault again."""
     what = verdict.what.replace("\n", " ")[:300]
     return (
         f"# {verdict.kind}: {what}\n"
@@ -58,7 +56,6 @@ def script(case: Case, verdict: Verdict) -> str:
 
 
 def show(case: Case) -> None:
-    """Runs a case and says what became of it."""
     verdict = checker(case)(case)
     print(f"{verdict.kind} at call {verdict.at}: {verdict.what}\n{verdict.text}")
 
@@ -106,7 +103,6 @@ class Report:
 def campaign(
     numbers: Iterable[int], *, gloo: bool = False, seconds: float = float("inf"), shrinks: bool = True
 ) -> Report:
-    """Runs these cases; prints a script for each new fault."""
     report, deadline = Report(), time.monotonic() + seconds
     for number in numbers:
         if time.monotonic() > deadline:

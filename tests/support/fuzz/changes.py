@@ -63,7 +63,6 @@ def _keep(module: nn.Module, handle: Any) -> None:
 
 
 def _unhook(block: Any, value: float) -> None:
-    """Away with all hooks that were added to a block here."""
     for handle in _HANDLES.pop(block, []):
         handle.remove()
 
@@ -131,7 +130,6 @@ def change(model: Any, kind: str, block: int, value: float) -> None:
 
 
 def reset() -> None:
-    """What all models share, as it was."""
     Block.alpha, Cached.longest = 1.0, None
     Cached.tables.clear()
     reads.reset()

@@ -17,7 +17,6 @@ RECOMPUTE = ("none", "full", "layer", "selective")
 
 
 def generate(number: int, *, gloo: bool = False) -> Case:
-    """Case `number`."""
     return _Drawn(random.Random(f"{number} {gloo}"), gloo=gloo).case(number)
 
 
@@ -103,7 +102,6 @@ class _Drawn(Draws):
         return 2 if "replicas" in dict(builder) else 1 if schedule == "custom" else FAMILIES[schedule].weight_copies
 
     def mesh(self, schedule: str, P: int) -> tuple[int, int]:
-        """data, tensor."""
         if schedule in (*SLICING, "pipedream", "paci") or P > 2 or schedule == "custom":
             return 1, 1
         if FAMILIES[schedule].weight_copies > 1:

@@ -29,8 +29,6 @@ class Draws:
 
 
 class Calls(Draws):
-    """Draws them for a model under a schedule."""
-
     def __init__(
         self,
         draw: random.Random,
@@ -48,7 +46,6 @@ class Calls(Draws):
         self.size = self.batch()
 
     def batch(self) -> tuple[int, int]:
-        """Samples and length."""
         more = self.draw.randint(0, 3) if self.data == 1 or not self.gloo else self.data * self.draw.randint(0, 2)
         return max(self.M * self.data + more, 2), 6 if self.schedule in SLICING else 3
 

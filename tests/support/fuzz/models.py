@@ -20,8 +20,6 @@ WORDS = 7
 
 
 class Own(nn.Module):
-    """Code of its own around blocks: a loop."""
-
     def __init__(self, kind: Model, blocks: list[nn.Module]) -> None:
         super().__init__()
         self.kind = kind
@@ -82,8 +80,6 @@ class Residual(Own):
 
 
 class Dense(Own):
-    """Each block reads all results before."""
-
     def through(self, h: Tensor, y: Tensor | None) -> Tensor:
         results = [h]
         for i, block in enumerate(self.blocks):
@@ -104,15 +100,11 @@ class UNet(Own):
 
 
 class Twice(Own):
-    """The first block runs again at the end."""
-
     def through(self, h: Tensor, y: Tensor | None) -> Tensor:
         return self.blocks[0](super().through(h, y))
 
 
 class Memory(Own):
-    """The second half reads what the first one made, and its own parameter of the model's."""
-
     def through(self, h: Tensor, y: Tensor | None) -> Tensor:
         half = len(self.blocks) // 2
         for block in self.blocks[:half]:
@@ -160,8 +152,6 @@ class Sets(Own):
 
 
 class SetOfBlocks(Own):
-    """Parallel branches, called in the order of a set of strings."""
-
     def through(self, h: Tensor, y: Tensor | None) -> Tensor:
         names = {f"branch-{i}": i for i in range(len(self.blocks))}
         results = {}
@@ -171,8 +161,6 @@ class SetOfBlocks(Own):
 
 
 class Scopes(Own):
-    """Each block runs in a scope of its own."""
-
     def through(self, h: Tensor, y: Tensor | None) -> Tensor:
         for i, block in enumerate(self.blocks):
             with scope(i):
@@ -267,7 +255,6 @@ def make_model(case: Case) -> nn.Module:
 
 
 def blocks_of(model: Any) -> list[Any]:
-    """Its blocks, in order."""
     if isinstance(model, Halves):
         return model.all_blocks
     if isinstance(model, Own):
@@ -276,13 +263,11 @@ def blocks_of(model: Any) -> list[Any]:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """The first name of each parameter, by all of its names."""
     firsts: dict[int, str] = {}
     return {name: firsts.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def unit_names(model: Any) -> list[str]:
-    """The names of its units, in order."""
     by_id = {id(module): name for name, module in model.named_modules()}
     return [by_id[id(unit)] for unit in units(model)]
 

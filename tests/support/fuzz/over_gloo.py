@@ -33,7 +33,6 @@ def _pool() -> Pool:
 
 
 def check_gloo(case: Case) -> Verdict:
-    """Runs a case over processes."""
     with tempfile.TemporaryDirectory() as folder:
         replies = _pool().replies(on_rank, ranks=case.num_processes, args=(case, folder), timeout=LIMIT, grace=15.0)
     if all(reply.kind == "ok" for reply in replies):

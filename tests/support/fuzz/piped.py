@@ -20,15 +20,7 @@ from support.replay_cases import random_order
 
 from . import changes
 from .cases import Call, Case, Outcome
-from .models import (
-    CHAINS,
-    Batch,
-    blocks_of,
-    first_names,
-    make_batch,
-    make_loss,
-    make_model,
-)
+from .models import CHAINS, Batch, blocks_of, first_names, make_batch, make_loss, make_model
 from .plain import autocast, batches_of, evaluating, flatten, kept_generators
 
 KEPT_BY_NAME = ("recompute", "max_grad_norm", "seed", "flush_first", "data_parallel", "verify")
@@ -57,7 +49,6 @@ class AcceptedError(AssertionError):
 
 
 def make_schedule(case: Case) -> Any:
-    """A name where that says all."""
     from stagewright.schedules import Op, build
 
     if case.schedule == "custom":
@@ -141,7 +132,6 @@ class Piped:
         self.other_steps = self.other_steps_saved = 0  # forward_backward counts as a step, too
 
     def begin(self, model: nn.Module) -> None:
-        """A pipeline over the model, or over its stages."""
         self.model, self.loss = model, make_loss(self.case)
         self.names = first_names(model)
         self.pipe = make_pipeline(self.case, model, self.loss)
@@ -194,11 +184,9 @@ class Piped:
         return batch.part(lambda tensor: put(str(next(counter)), tensor))
 
     def batch(self, at: int, size: int, length: int, number: int = 0) -> Batch:
-        """The batch of a call, of this process's data replica."""
         return local(self.case, make_batch(self.case, 100 * at + number, size, length))
 
     def called(self, method: Callable[..., Any], batch: Batch, at: int) -> Any:
-        """By position, by keyword, or as one dict."""
         if (self.case.seed + at) % 3 == 0 or self.case.model.style in CHAINS:
             return method(*batch.positional, **batch.kwargs)
         whole = batch.by_name
@@ -305,7 +293,6 @@ class Piped:
         self.other_steps = self.other_steps_saved
 
     def move(self, at: int, call: Call) -> None:
-        """Into another pipeline, of a model with other weights, cut in another way."""
         self.pipe.save(self.folder / f"moved-{at}")
         self.pipe.close()
         options = tuple(pair for pair in self.case.options if pair[0] != "cut")
@@ -320,7 +307,6 @@ class Piped:
         self.pipe.load(self.folder / f"moved-{at}")
 
     def fail(self, at: int, call: Call) -> None:
-        """The user's own code raises; the next step is as if it had not been."""
         block = blocks_of(self.model)[-1]
         block.fails = True
         batch = self.batch(at, *call[1:])
@@ -332,7 +318,6 @@ class Piped:
         raise AcceptedError("what the model raises is lost")
 
     def other(self, at: int, call: Call) -> None:
-        """Another pipeline, of another model, takes a step."""
         case = replace(self.case, seed=self.case.seed + 1, is_lazy=True)
         pipe = make_pipeline(case, make_model(case), make_loss(case))
         batch = local(case, make_batch(case, 100 * at, *call[1:]))
@@ -388,7 +373,6 @@ BAD: dict[str, Callable[[Batch], Batch]] = {
 
 
 def run(case: Case, *, folder: str | None = None) -> Outcome:
-    """All calls of a case; an error ends it, and stands in the outcome."""
     with tempfile.TemporaryDirectory() as made, kept_generators():
         piped: Piped | None = None
         try:

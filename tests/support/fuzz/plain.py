@@ -18,7 +18,6 @@ from .models import Batch, first_names, make_batch, make_loss, make_model, units
 
 
 def flatten(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an output, by name."""
     if isinstance(value, Tensor):
         yield name, value.detach().clone()
     elif isinstance(value, dict):
@@ -68,7 +67,6 @@ class Plain:
         self.saved: Any = None
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """All parameters, those of the loss included, under every name."""
         loss = self.loss.named_parameters() if isinstance(self.loss, nn.Module) else []
         return [*self.model.named_parameters(remove_duplicate=False), *((f"loss_fn.{name}", p) for name, p in loss)]
 
@@ -130,7 +128,6 @@ class Plain:
             parameter.data.copy_(self.versions[getattr(use, which)][name])
 
     def _microbatch(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """(loss, count) of one."""
         out = self.model(*batch.args, **batch.kwargs)
         if self.loss == "model":
             return out["loss"], None
@@ -222,7 +219,6 @@ class Plain:
         self._clear()
 
     def input_grad(self, at: int, call: Call) -> None:
-        """The gradient of a batch that wants one."""
         batch = make_batch(self.case, 100 * at, *call[1:])
         x = batch.args[0].requires_grad_()
         self.accumulate_one([batch], update=False)
@@ -309,7 +305,6 @@ class Plain:
             one.load_state_dict(kept)
 
     def forward(self, at: int, call: Call) -> None:
-        """The user calls the model."""
         batch = make_batch(self.case, 100 * at, *call[1:])
         with evaluating(self.model, self.case):
             self.outcome.seen |= dict(flatten(f"{at}: output", self.model(*batch.args, **batch.kwargs)))

@@ -11,13 +11,10 @@ TABLE = {"rate": 1.0}
 
 
 class Config:
-    """With a class attribute."""
-
     rate = 1.0
 
 
 def prepare(model: Any) -> None:
-    """The attributes of a model."""
     model.alpha = 1.0
     model.options = {"alpha": 1.0, "deep": {"list": [1.0, 2.0]}}
     model.cfg = SimpleNamespace(sub=SimpleNamespace(alpha=1.0))
@@ -28,7 +25,6 @@ def prepare(model: Any) -> None:
 
 
 def reset() -> None:
-    """Globals and class attributes, which all models share."""
     global RATE
     RATE, Config.rate = 1.0, 1.0
     TABLE["rate"] = 1.0

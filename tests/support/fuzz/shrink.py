@@ -12,7 +12,6 @@ Check = Callable[[Case], Verdict]
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Cases with less in them, those that leave out most first."""
     half = len(case.calls) // 2
     yield from (replace(case, calls=calls) for calls in (case.calls[:half], case.calls[half:]) if calls)
     yield from _with_less(case)

@@ -85,7 +85,6 @@ def stage_of(case: Case) -> dict[str, int]:
 
 
 def check(case: Case) -> Verdict:
-    """Runs a case in this process."""
     from .piped import run
 
     with warnings.catch_warnings():
@@ -94,7 +93,6 @@ def check(case: Case) -> Verdict:
 
 
 def judge(case: Case, outcomes: Sequence[Outcome]) -> Verdict:
-    """All processes of one run together, beside one plain process."""
     errors = [outcome for outcome in outcomes if outcome.error]
     try:
         where = next((one.stages for one in outcomes if one.stages), None) or stage_of(case)
@@ -166,13 +164,11 @@ def _difference(
 
 
 def _size(value: Any) -> float:
-    """The largest absolute value; infinite where one is no number."""
     tensor = torch.as_tensor(value).double()
     return float(tensor.abs().nan_to_num(nan=math.inf).max()) if tensor.numel() else 0.0
 
 
 def _gap_of(one: Outcome, other: Outcome, key: str) -> float:
-    """Between two runs' numbers of this name."""
     a, b = one.seen[key], other.seen.get(key)
     if key == "norms" or a is None or b is None:
         return 0.0
