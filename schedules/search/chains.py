@@ -7,8 +7,10 @@
 
 **Starts**: for V = 1 to 4 stages per rank, in turn or back and forth, boundaries and ranks are annealed by the bound
 b(cut, ranks) = max of `loads` alone, which takes microseconds; the order is listed as if microbatches came at equal
-intervals, on these and on even stages in place. Others are given. The best starts begin one chain each, in turn, until
-the budget is spent, or one ends above what something else has found; where there is time for one only, it gets all.
+intervals, on these and on even stages in place. Others are given. The best on each ranks is a start. Two chains begin
+with the best two starts, as a start's stages and ranks decide how far a chain gets, the rest with the one that led
+further, until the budget is spent, or all ended far above what something else has found. A chain is long: where there
+is little time, there is one, and it gets all.
 
 **Moves**: a child x' of x is made in three steps, and evaluated in O(S M):
 
@@ -18,7 +20,7 @@ the budget is spent, or one ends above what something else has found; where ther
    arrived, the earliest by that time first. Then some moves of single actions.
 
 **Acceptance**: with temperature T and u uniform in (0, 1], x' replaces x if cost(x') < cost(x) - T ln(u): the rule
-exp(-d / T), drawn first, so that repair and evaluation can stop at this limit. T falls from 0.6% to 0.03% of the ideal
+exp(-d / T), drawn first, so that repair and evaluation can stop at this limit. T falls from 0.6% to 0.12% of the ideal
 work over seven eighths of a chain; in the rest the order of its best state alone moves.
 """
 
@@ -38,14 +40,17 @@ _CHUNKS = (3, 2, 4, 1)  # stages per rank of starts, what promises most first
 _STARTING = 0.2  # part of the budget for them, at most
 _SETTLING = 3000  # moves for each
 _LAGS = (0.5, 1.0, 2.0, 4.0)  # of the order of a start: the way back takes so many times as long
-_CHAIN = 15_000  # evaluations of a chain, about
-_LEAST = 3  # chains under a limit of memory, if several have time; the first shows whether more are worth it
+_CHAIN = 80_000  # evaluations of a chain, about
+_SHORT = 22_000  # evaluations that are better spent on one chain
+_BEGUN = 2  # starts of chains: from worse ones chains seldom get as far
+_LEAST = 3  # chains, if several have time; the first shows whether more are worth it
+_HOPELESS = 1.01  # times the best value: a chain that ends above it is the last
 _ALONE = 0.9  # part of the budget that is spent after a chain, where there is time for one only
 _ENDS = 3  # best results that are kept
 _TRIES = 20  # order moves of a child without a better one
-_FEWEST = 3  # stages beyond two per rank: with fewer, chains end in perfect orders of poor balance
+_FEWEST = 5  # stages beyond two per rank: with fewer, chains end in perfect orders of poor balance
 _BOUNDARIES, _RANKS, _ALL = 0.45, 0.78, 1.0  # of random changes: of boundaries, then of ranks, and of their number
-_HOT, _COLD = 0.006, 0.0003  # temperatures of a chain, in parts of a rank's work
+_HOT, _COLD = 0.006, 0.0012  # temperatures of a chain, in parts of a rank's work
 _HOT_ORDER, _COLD_ORDER = 0.0015, 0.00005  # of the order moves after it
 _HOT_START, _COLD_START = 0.03, 0.0005  # of the bound alone
 _ORDERS = 0.125  # part of a chain for these
@@ -65,18 +70,21 @@ class ChainSearch:
 
     def run(self, starts: Sequence[Arranged], end: float) -> list[Arranged]:
         """The best states, the best one first, when so much of the budget is spent; none without a start."""
-        number, least = 0, _LEAST if min(self.chain.limits) < math.inf else 1
+        number, least = 0, _LEAST
+        reached = list[tuple[float, int]]()  # the value of each end, and its start
         while starts and self.incumbent.spent < end and not self.incumbent.is_over:
             now, evaluations = self.incumbent.spent, self.incumbent.evaluations
             left = evaluations * (end - now) / max(now, 1e-9)  # at the pace so far
-            if number == 0 and left < 1.5 * _CHAIN:
+            if number == 0 and left < _SHORT:
                 least, end = 1, max(end, _ALONE)
             part = (end - now) / max(1, least - number, round(left / _CHAIN))
             until = now + (1.0 - _ORDERS) * part
-            found = self._chain(starts[number % len(starts)], self._cooling(until, _HOT, _COLD))
-            self._keep(self._orders(found, self._cooling(now + part, _HOT_ORDER, _COLD_ORDER)))
+            start = number if number < min(_BEGUN, len(starts)) else min(reached)[1]
+            found = self._chain(starts[start], self._cooling(until, _HOT, _COLD))
+            self._keep(found := self._orders(found, self._cooling(now + part, _HOT_ORDER, _COLD_ORDER)))
+            reached.append((found.value, start))
             number += 1
-            if self.ends[0].value > self.incumbent.value:
+            if self.ends[0].value > _HOPELESS * self.incumbent.value:
                 break
         return self.ends
 
@@ -113,7 +121,10 @@ class ChainSearch:
             found += filter(None, [self._start(*tries)])
             if self.incumbent.is_over or (found and self.incumbent.spent > until):
                 break
-        return sorted(found, key=lambda each: (len(each.ranks) < 2 * self.P - 1, each.value))
+        least = dict[tuple[int, ...], Arranged]()  # by ranks
+        for each in sorted(found, key=lambda each: (len(each.ranks) < 2 * self.P + _FEWEST, each.value)):
+            least.setdefault(tuple(each.ranks), each)
+        return [*least.values()]
 
     def even_stages(self) -> Iterator[Stages]:
         """Stages of equal work on the ranks in turn, or back and forth."""

@@ -34,8 +34,8 @@ from .search import named_orders, split
 from .synthesize import Synthesis, solve
 
 _NAMED = 0.1  # part of the budget after which no more named orders are tried
-_FIRST = 0.15  # part for moves of these
-_CHAINS, _LAST = 0.7, 0.92  # parts that are spent after chains, and after moves of what they found
+_FIRST = 0.05  # part for moves of these
+_CHAINS, _LAST = 0.8, 0.95  # parts that are spent after chains, and after moves of what they found
 _BEST = 5  # results that are moved in turn
 _DRAWN, _PLAYED, _SLID = 200, 30, 3  # cuts near one; those that are played, by their bounds; of these the best slide
 _SLIDES, _HOT = 300, 0.3  # steps of each, and their first temperature, in mean seconds of an action

@@ -94,13 +94,14 @@ def test_what_a_chain_says_is_what_the_evaluator_of_orders_says(kind: str) -> No
     assert [each.value for each in states()[1]] == [each.value for each in ends]
 
 
-@pytest.mark.thorough(but=["60000-3"])
-@pytest.mark.parametrize(("evaluations", "chains"), [(20_000, 1), (60_000, 3)])
+@pytest.mark.thorough(but=["60000-begun1"])
+@pytest.mark.parametrize(("evaluations", "begun"), [(20_000, [0]), (60_000, [0, 1, 1]), (60_000, [0, 1, 0])])
 def test_chains_that_would_have_no_time_to_cool_are_one(
-    evaluations: int, chains: int, monkeypatch: pytest.MonkeyPatch
+    evaluations: int, begun: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under a limit of memory, where three are made if there are evaluations for several."""
-    layers, begun = drawn(Random(4), 12), list[Arranged]()
+    """Under a limit of memory, where three are made if there are evaluations for several: two from other ranks each,
+    and one more from where the better one began."""
+    layers, own = drawn(Random(4), 12), list[Arranged]()
     limits = [0.6 * sum(each.activation for each in layers)] * 3
     chain = LayerChain(layers, num_microbatches=5, limits=limits, runtime=Costs(latency=0.0), links=None)
     search = ChainSearch(chain, Incumbent[Arranged](Budget(evaluations=evaluations), bound=0.0), Random(0))
@@ -111,14 +112,16 @@ def test_chains_that_would_have_no_time_to_cool_are_one(
         return now
 
     def begin(now: Arranged, heats: Iterable[float]) -> Arranged:
-        begun.append(now)
-        return spend(now, heats)
+        own.append(now)
+        return spend(now._replace(value=9.0 * now.value if now is not starts[begun[-1]] else 8.0 * now.value), heats)
 
     monkeypatch.setattr(search, "_orders", spend)
     monkeypatch.setattr(search, "_chain", begin)
     starts = search.starts()
+    assert len({tuple(each.ranks) for each in starts}) == len(starts)
+    assert starts[1].value < 9 / 8 * starts[0].value
     search.run(starts, 0.7)
-    assert begun == starts[:chains]
+    assert own == [starts[at] for at in begun]
 
 
 @pytest.mark.thorough
