@@ -6,12 +6,15 @@ the seconds F and B of each stage; the start of each action; and the step T, whi
     F[s], B[s] = sums of x[s, ., .] times the seconds of a node, and of what runs again
     start(a) + seconds(a) <= start(b)              b is next on the rank of a
     start(a) + seconds(a) + message <= start(b)    b takes the message of a
+    start(a) + seconds(a) + sum + message <= start(b)    b takes the first message after the sum of gradients that a
+                                                         completes, which is on the links of the same rank
     end of the last B of s + its sums and update <= T
     bytes of each rank, at each moment at which it may hold most, <= its memory
     x adds up to the nodes of each kind, and to a node or more in each stage
 
 All of it is linear, since the order of the actions is given. What is not (which nodes follow each other, messages that
-queue) is left out or has its least value, so that all cuts with all treatments that fit are among the solutions.
+queue otherwise) is left out or has its least value, so that all cuts with all treatments that fit are among the
+solutions.
 """
 
 from __future__ import annotations
@@ -164,7 +167,8 @@ class _Program:
         )
         goal = np.zeros(self.num_unknowns)
         goal[np.concatenate(aims, axis=None)] = aim
-        found = linprog(goal, A_ub=upper, b_ub=most, A_eq=same, b_eq=numbers, method="highs-ipm")
+        method = "highs-ipm" if is_all else "highs-ds"  # the faster one
+        found = linprog(goal, A_ub=upper, b_ub=most, A_eq=same, b_eq=numbers, method=method)
         if found.status not in (0, _INFEASIBLE):
             raise SizesError(found.message)
         return np.asarray(found.x) * scale if found.status == 0 else None
@@ -191,18 +195,26 @@ class _Program:
 
     def _order(self) -> None:
         """Rows for actions that follow others on their rank, or take their message."""
-        S, M, messages = self.num_stages, self.schedule.num_microbatches, self.messages
+        S, M, messages, positions = self.num_stages, self.schedule.num_microbatches, self.messages, self.c.positions
 
-        def follows(a: Action, start: int, message: float = 0.0) -> None:
+        def follows(a: Action, start: int, message: float = 0.0, *sums: tuple[Indices, Floats]) -> None:
             s, op, index = a
             seconds = self._forward + (op is Op.B) * S + s
             own = self._start(s, op, index)
-            self._add((seconds, 1.0), (own, 1.0), (start, -1.0), most=-float(self.around[s] + message))
+            self._add((seconds, 1.0), (own, 1.0), (start, -1.0), *sums, most=-float(self.around[s] + message))
 
+        # Several tied sums may be in orders of their own, in which others begin later.
+        queues = not (self.is_flat or self.place.cards) and len(self.model.cuts.tied) < 2
         for program in self.schedule.programs:
             steps = [action for action in program if action.op in (Op.F, Op.B)]
+            last = {a.stage: a for a in steps if a.op is Op.B}
             for a, b in pairwise(steps):
                 follows(a, self._start(*b))
+                to = b.stage + (1 if b.op is Op.F else -1)
+                leaves = queues and 0 <= to < S and positions[b.stage] != positions[to]
+                if leaves and a == last[a.stage]:  # the next message of the rank waits for the sum of a
+                    message = messages[min(b.stage, to)]
+                    follows(a, self._start(to, b.op, b.index), message, (self.every[a.stage], self._sums[a.stage]))
         for s, index in product(range(S), range(M)):
             if s + 1 < S:
                 follows(Op.F(s, index), self._start(s + 1, Op.F, index), messages[s])
@@ -228,6 +240,7 @@ class _Program:
             rings.append(0 * sums if profile.sums_early else sums)
             gathers.append(divided * seconds(exchange, gathered, as_one=profile.sums_whole or gathered == 0))
             steps.append(self.update / speed / self.shards)
+        self._sums = rings
         for program in self.schedule.programs:
             last = {a.stage: a for a in program if a.op is Op.B}
             ends = sorted(last.values(), key=program.index)

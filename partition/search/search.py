@@ -41,9 +41,9 @@ _NEAREST_PER_FARTHEST = 12  # steps of the entry with the least bound to one of 
 _MOVES = 40  # from one of them, simulated
 _STARTS = 3  # numbers of stages from whose best they are moved
 _FITTED_ACTIONS = 300_000  # of all cuts that fit in an order for their costs alone, once anything fits
-_PROGRAMS = 300_000  # unknown starts of all programs that bound any cuts
+_PROGRAMS = 270_000  # unknown starts of all programs that bound any cuts
 _GOALS = 0.935, 0.953  # of the best plan's seconds: what is to be shown first, of each configuration with any cuts
-_STEP = 0.003  # of them: nearer than this to what is known, nothing is tried any more
+_STEP = 0.001  # of them: nearer than this to what is known, nothing is tried any more
 
 
 _Steps = Iterator[float]  # of one entry of the queue; yields its lower bound [s] after each, until it is done
