@@ -70,10 +70,9 @@ class ChainSearch:
 
     def run(self, starts: Sequence[Arranged], end: float) -> list[Arranged]:
         """The best states, the best one first, when so much of the budget is spent; none without a start."""
-        number, least = 0, _LEAST
-        reached = list[tuple[float, int]]()  # the value of each end, and its start
+        least, reached = _LEAST, list[tuple[float, int]]()  # the value of each end, and its start
         while starts and self.incumbent.spent < end and not self.incumbent.is_over:
-            now, evaluations = self.incumbent.spent, self.incumbent.evaluations
+            now, evaluations, number = self.incumbent.spent, self.incumbent.evaluations, len(reached)
             left = evaluations * (end - now) / max(now, 1e-9)  # at the pace so far
             if number == 0 and left < _SHORT:
                 least, end = 1, max(end, _ALONE)
@@ -83,7 +82,6 @@ class ChainSearch:
             found = self._chain(starts[start], self._cooling(until, _HOT, _COLD))
             self._keep(found := self._orders(found, self._cooling(now + part, _HOT_ORDER, _COLD_ORDER)))
             reached.append((found.value, start))
-            number += 1
             if self.ends[0].value > _HOPELESS * self.incumbent.value:
                 break
         return self.ends
