@@ -48,7 +48,7 @@ _HOPELESS = 1.01  # times the best value: a chain that ends above it is the last
 _ALONE = 0.9  # part of the budget that is spent after a chain, where there is time for one only
 _ENDS = 3  # best results that are kept
 _TRIES = 20  # order moves of a child without a better one
-_FEWEST = 5  # stages beyond two per rank: with fewer, chains end in perfect orders of poor balance
+_FEWEST = 3  # stages beyond two per rank: with fewer, chains end in perfect orders of poor balance
 _BOUNDARIES, _RANKS, _ALL = 0.45, 0.78, 1.0  # of random changes: of boundaries, then of ranks, and of their number
 _HOT, _COLD = 0.006, 0.0012  # temperatures of a chain, in parts of a rank's work
 _HOT_ORDER, _COLD_ORDER = 0.0015, 0.00005  # of the order moves after it
@@ -70,10 +70,9 @@ class ChainSearch:
 
     def run(self, starts: Sequence[Arranged], end: float) -> list[Arranged]:
         """The best states, the best one first, when so much of the budget is spent; none without a start."""
-        number, least = 0, _LEAST
-        reached = list[tuple[float, int]]()  # the value of each end, and its start
+        least, reached = _LEAST, list[tuple[float, int]]()  # the value of each end, and its start
         while starts and self.incumbent.spent < end and not self.incumbent.is_over:
-            now, evaluations = self.incumbent.spent, self.incumbent.evaluations
+            now, evaluations, number = self.incumbent.spent, self.incumbent.evaluations, len(reached)
             left = evaluations * (end - now) / max(now, 1e-9)  # at the pace so far
             if number == 0 and left < _SHORT:
                 least, end = 1, max(end, _ALONE)
@@ -83,7 +82,6 @@ class ChainSearch:
             found = self._chain(starts[start], self._cooling(until, _HOT, _COLD))
             self._keep(found := self._orders(found, self._cooling(now + part, _HOT_ORDER, _COLD_ORDER)))
             reached.append((found.value, start))
-            number += 1
             if self.ends[0].value > _HOPELESS * self.incumbent.value:
                 break
         return self.ends
