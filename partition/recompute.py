@@ -208,9 +208,8 @@ class _TreatedRank:
         sent += out * min(ahead, n + self.place.streams)
         found = np.full(len(self.in_flight), into * min(posted + GRADIENTS_SENT, total) + sent)
         if self.num_chunks > 1 and ahead >= n == total and self.place.is_whole:
-            # All are posted. A microbatch is to come, or waits for its gradient with its output, or its own gradient is
-            # on its way. Where gradients are left, one has come at least. No more counts than what is kept and left, or
-            # a moment with less of all else would be fuller.
+            # All are posted. A microbatch is to come, waits with its output, or has its gradient on its way. No more is
+            # subtracted than is kept and left, or a moment with less of all else would be fuller.
             came = self.in_flight @ np.minimum(before, self.row("none")[0])
             returned = self.states[:, : self.num_chunks] @ np.minimum(after, self.weights)
             found = n / self.num_chunks * (before + after).sum() + self.in_flight @ after - came - returned

@@ -140,7 +140,7 @@ def calibrate(
         off = {kind: abs(np.log(each / goal)) for kind, each in left_out.items()}
         choice = _closest({kind: np.bincount(plans, each) / np.bincount(plans) for kind, each in off.items()})
     if choice == SCALE and isinstance(start, Scales):
-        least = np.array([evaluate(row, replace(start, compute=_FASTEST)) for row in rows])
+        least = [evaluate(row, replace(start, compute=_FASTEST)) for row in rows]
         _refuse_faster_than_links(goal, np.where(np.log(before / goal) > PLANS_DIFFER, least, 0.0))
     best = tangents.get(choice)
     found = start if best is None else best.fit(start)
@@ -164,9 +164,9 @@ def _refuse_faster_than_links(measured: Floats, least: Floats) -> None:
     too_fast = measured <= least
     if 2 * too_fast.sum() >= len(measured):
         at = int(too_fast.argmax())
-        expected = f"more than {least[at]:.4g} s, which its plan takes on devices {_FASTEST:g} times as fast"
-        again = "measure the links again, stagewright profile --links --out cluster.json, or leave the row out"
-        fail(f"rows[{at}].seconds", float(measured[at]), f"{expected}: {again}")
+        wanted = f"more than {least[at]:.4g} s, which its plan takes on devices {_FASTEST:g} times as fast: measure "
+        wanted += "the links again, stagewright profile --links --out cluster.json, or leave the row out"
+        fail(f"rows[{at}].seconds", float(measured[at]), wanted)
 
 
 def _closest(off: Mapping[str, Floats]) -> str:
