@@ -33,3 +33,5 @@ from .transport import Mailbox as Mailbox
 from .transport import TensorSpec as TensorSpec
 from .transport import Transport as Transport
 from .transport import TransportAround as TransportAround
+
+__all__ = [name for name, value in [*globals().items()] if name[0] != "_" and not hasattr(value, "__spec__")]

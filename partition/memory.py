@@ -314,6 +314,7 @@ class RankPlace:
     context_bytes: float = 0.0  # of its memory, what others than tensors take at least (`context_bytes`) [bytes]
     # that come to it from one side in a batch, at most; where it is unknown, four are posted ahead
     num_messages: Figures = math.inf
+    is_whole: bool = False  # whether microbatches pass in one piece, and their backwards run in one
 
 
 def weight_copies(versions: Figures, optimizer_ratio: float, shards: Figures = 1) -> Figures:

@@ -118,7 +118,7 @@ class StateDivision(NamedTuple):
 
     optimizer: Floats  # [V] of its state
     summing: Floats  # [V] besides the gradients while they are summed
-    moments: Floats  # gradients and sums at each moment
+    moments: Floats  # gradients, sums and messages at each moment
     fixed: float  # always there, gradients apart
     after_batch: float  # gradients and their sums after the batch
 
@@ -153,23 +153,24 @@ class _TreatedRank:
             self._divisions[shards] = StateDivision(
                 optimizer=optimizer,
                 summing=summing,
-                moments=self.states @ np.concatenate([self.weights, summing]),
+                moments=self.states @ np.concatenate([self.weights, summing]) + self.messages,
                 fixed=float(kept.sum()),
                 after_batch=float(self.weights.sum()) + float(summing.sum()),
             )
         return self._divisions[shards]
 
     def at_moments(self, recompute: Sequence[str], shards: tuple[int, ...]) -> tuple[Floats, Floats, Floats]:
-        """[moments] bytes of activations, gradients and sums; [V] bytes kept of a microbatch, and made again."""
+        """[moments] bytes that come and go, without workspace; [V] bytes kept of a microbatch, and made again."""
         rows = [self.row(name) for name in recompute]
         kept, again = (np.array([row[what][v] for v, row in enumerate(rows)]) for what in (0, 1))
         return self.in_flight @ kept + self.remade @ again + self.division(shards).moments, kept, again
 
     def memory(self, recompute: Sequence[str], shards: tuple[int, ...]) -> RankMemory:
         division, (moments, kept, again) = self.division(shards), self.at_moments(recompute, shards)
-        microbatches, graded, summed, remade = self.counted.counts[int(moments.argmax())].reshape(4, self.num_chunks)
+        fullest = int(moments.argmax())
+        microbatches, graded, summed, remade = self.counted.counts[fullest].reshape(4, self.num_chunks)
         gradients, activations = graded * self.weights, microbatches * kept + remade * again
-        workspace, sent = self.workspace, self.messages + float((summed * division.summing).sum())
+        workspace, sent = self.workspace, float(self.messages[fullest] + (summed * division.summing).sum())
         after_batch = float((self.weights + division.summing).sum())
         if float((gradients + activations).sum() + workspace.max()) + sent <= after_batch:
             # After the batch all gradients are there, with their sums, and nothing else that comes and goes.
@@ -193,8 +194,8 @@ class _TreatedRank:
         return 0.0 if excess <= self.place.limit * 1e-12 else excess
 
     @cached_property
-    def messages(self) -> float:
-        """Bytes received ahead and sent; stages on the same rank send each other nothing."""
+    def messages(self) -> Floats:
+        """[moments] bytes received ahead and sent; stages on the same rank send each other nothing."""
         comes, goes = ([stage + step not in self.own for stage in self.own] for step in (-1, 1))
         before, after = np.where(comes, self.before, 0.0), np.where(goes, self.after, 0.0)
         into, out, most = float(before.max()), float(after.max()), float(self.most.sum())
@@ -205,7 +206,14 @@ class _TreatedRank:
         posted = min(ahead, n) if into >= out else max(0.0, min(ahead, n, total - most))
         sent = float((after * self.most).sum()) if total - posted >= most else out * (total - posted)
         sent += out * min(ahead, n + self.place.streams)
-        return (into * min(posted + GRADIENTS_SENT, total) + sent) / self.place.tensor
+        found = np.full(len(self.in_flight), into * min(posted + GRADIENTS_SENT, total) + sent)
+        if self.num_chunks > 1 and ahead >= n == total and self.place.is_whole:
+            # All are posted. A microbatch is to come, waits with its output, or has its gradient on its way. No more is
+            # subtracted than is kept and left, or a moment with less of all else would be fuller.
+            came = self.in_flight @ np.minimum(before, self.row("none")[0])
+            returned = self.states[:, : self.num_chunks] @ np.minimum(after, self.weights)
+            found = n / self.num_chunks * (before + after).sum() + self.in_flight @ after - came - returned
+        return found / self.place.tensor
 
     @cached_property
     def largest_workspace(self) -> float:
@@ -238,7 +246,7 @@ class _TreatedRank:
             np.outer(each.kept, self.in_flight[:, v]) + np.outer(each.again, self.remade[:, v])
             for v, (_, each) in enumerate(options)
         ]
-        beside = division.fixed + self.messages + self.largest_workspace + self.place.context_bytes
+        beside = division.fixed + self.largest_workspace + self.place.context_bytes
         room = self.place.limit * (1 + 1e-12) - beside - division.moments
         bytes_of, seconds, picks = division.moments * 0.0, np.zeros((1, 0)), np.zeros((1, 0), dtype=np.intp)
         for v, ((names, each), load) in enumerate(zip(options, loads, strict=True)):
@@ -252,7 +260,7 @@ class _TreatedRank:
                 fullest[0] = np.maximum(fullest[0], 0.0)  # may fit, and then the earliest run again
                 left = np.unique(np.concatenate([_on_front(total, each) for each in fullest]))
                 bytes_of, seconds, picks = bytes_of[left], seconds[left], picks[left]
-        totals = np.maximum(bytes_of + division.moments + self.messages + self.largest_workspace, division.after_batch)
+        totals = np.maximum(bytes_of + division.moments + self.largest_workspace, division.after_batch)
         fullest = division.fixed + totals.max(axis=1)
         excess = np.array([self.excess(total) for total in fullest.tolist()])
         total = np.array([float(f"{each:.12e}") for each in seconds.sum(axis=1).tolist()])
@@ -271,7 +279,7 @@ class _TreatedRank:
         division, (stash, _) = self.division(shards), self.row("none")
         bytes_at = self.in_flight @ stash + division.moments
         most, in_flight = max(zip(bytes_at.tolist(), self.in_flight.tolist(), strict=True))
-        excess = self.excess(division.fixed + most + self.messages + self.largest_workspace)
+        excess = self.excess(division.fixed + most + self.largest_workspace)
         steps: list[tuple[float, float]] = []  # seconds a byte and bytes, by stage each cheaper than the next
         if not excess:
             return 0.0

@@ -30,3 +30,5 @@ from .stage.tokens import first_position as first_position
 from .stage.tokens import positions as positions
 from .verify import Verification as Verification
 from .verify import VerificationError as VerificationError
+
+__all__ = [name for name, value in [*globals().items()] if name[0] != "_" and not hasattr(value, "__spec__")]

@@ -98,6 +98,7 @@ _FILE_OF = {name: file for file, names in _FILES.items() for name in names.split
 
 
 if not TYPE_CHECKING:  # else a misspelt name would be of any type
+    __all__ = list(_FILE_OF)
 
     def __getattr__(name: str) -> Any:
         if name in _FILE_OF:

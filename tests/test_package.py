@@ -173,6 +173,18 @@ def test_pipeline_module_loads_on_first_use():
         _ = stagewright.PipelineModul
 
 
+@pytest.mark.parametrize("room", ["comm", "partition", "pipe", "schedules", "schedules.custom", "viz"])
+def test_a_star_import_takes_what_a_room_offers_and_no_files(room: str) -> None:
+    """That of pipe took 20 modules, among them `build` and `run`; that of schedules took nothing."""
+    whole, found = importlib.import_module(f"stagewright.{room}"), dict[str, object]()
+    exec(f"from stagewright.{room} import *", found)
+    taken = {name for name in found if name[0] != "_"}
+    assert not any(isinstance(found[name], types.ModuleType) for name in taken)
+    written = (Path(whole.__file__ or "").parent / "__init__.py").read_text(encoding="utf-8")
+    offered = {*re.findall(r" as (\w+)$", written, re.MULTILINE)} or {*whole._FILE_OF}
+    assert offered <= taken <= offered | {"annotations"}
+
+
 @pytest.mark.thorough
 def test_all_that_users_catch_or_annotate_is_in_the_package_itself() -> None:
     program = "import sys, stagewright; print(stagewright.ScheduleError.__name__, 'torch' in sys.modules)"

@@ -14,3 +14,5 @@ from .notebook import show as show
 from .perfetto import read_perfetto as read_perfetto
 from .perfetto import write_perfetto as write_perfetto
 from .sheet import FigureStyle as FigureStyle
+
+__all__ = [name for name, value in [*globals().items()] if name[0] != "_" and not hasattr(value, "__spec__")]

@@ -20,6 +20,7 @@ SHRUNK = 0.8  # of the range before a fit, as a part: rows that leave less of it
 LEAST_PLANS = 2  # to judge a fit by those that are left out
 PLANS_DIFFER = 0.05  # by which predictions for one machine are off differently from plan to plan, as a part
 LEAST_GAIN = 0.005  # on average over those, as a part: by less, equal runs differ
+_FASTEST = FITTED["compute"].most  # scale of devices
 _RATES = ("bandwidth", "reduce_bandwidth", "message_bandwidth")
 _SECONDS = ("latency", "reduce_latency", "message_seconds")
 _ADDED = ("wave_outputs", "kernel_seconds", "hop_seconds")  # a step grows with them; by the others it is divided
@@ -113,7 +114,8 @@ def calibrate(
         evaluate: seconds of a row's plan with these constants; called about 20 times a row.
         rows: each with its measured `seconds`.
 
-    Raises ValueError for no rows, and for seconds that are no finite numbers above 0.
+    Raises ValueError for no rows, for seconds that are no finite numbers above 0, and where half of the rows are
+    faster than devices of any speed make their plans.
 
     >>> class Step(NamedTuple):
     ...     seconds: float
@@ -137,6 +139,9 @@ def calibrate(
             left_out[kind] = np.array([evaluate(row, fits[one]) for row, one in zip(rows, plans, strict=True)])
         off = {kind: abs(np.log(each / goal)) for kind, each in left_out.items()}
         choice = _closest({kind: np.bincount(plans, each) / np.bincount(plans) for kind, each in off.items()})
+    if choice == SCALE and isinstance(start, Scales):
+        least = [evaluate(row, replace(start, compute=_FASTEST)) for row in rows]
+        _refuse_faster_than_links(goal, np.where(np.log(before / goal) > PLANS_DIFFER, least, 0.0))
     best = tangents.get(choice)
     found = start if best is None else best.fit(start)
     if len(different) < LEAST_PLANS:
@@ -152,6 +157,16 @@ def calibrate(
         after=tuple(evaluate(row, found) for row in rows),
         left_out={kind: tuple(each.tolist()) for kind, each in left_out.items()} if len(left_out) > 1 else {},
     )
+
+
+def _refuse_faster_than_links(measured: Floats, least: Floats) -> None:
+    """Raises ValueError where half of the measured steps are no longer than the `least` that compute can make them."""
+    too_fast = measured <= least
+    if 2 * too_fast.sum() >= len(measured):
+        at = int(too_fast.argmax())
+        wanted = f"more than {least[at]:.4g} s, which its plan takes on devices {_FASTEST:g} times as fast: measure "
+        wanted += "the links again, stagewright profile --links --out cluster.json, or leave the row out"
+        fail(f"rows[{at}].seconds", float(measured[at]), wanted)
 
 
 def _closest(off: Mapping[str, Floats]) -> str:

@@ -31,7 +31,7 @@ from ...schedules.timing.timeline import Timeline
 from ...schedules.transform import on_ranks, replicate, with_late_updates, with_offload, with_overlap
 from ...schedules.wording import count, duration
 from ..stage_cost import OFFLOAD
-from .record import OWN, PlanRecord, PlanStage
+from .record import JOINT, ORDERED, OWN, PlanRecord, PlanStage
 
 if TYPE_CHECKING:
     from ...viz.exhibit import Exhibit
@@ -98,7 +98,8 @@ def _ordered(plan: PlanRecord, num_microbatches: int) -> Schedule:
     if len(programs) != (width := len(plan.firsts)):
         raise ScheduleError(f"order of a plan: {len(programs)} programs for {width} ranks of one pipeline")
     placed = tuple(tuple(s for s, p in enumerate(plan.positions) if p == place) for place in range(width))
-    made = Schedule(name="auto", placement=placed, programs=programs, num_microbatches=num_microbatches)
+    name = JOINT if plan.schedule == OWN else f"{plan.schedule}, {ORDERED}"
+    made = Schedule(name=name, placement=placed, programs=programs, num_microbatches=num_microbatches)
     check(made)
     return made
 

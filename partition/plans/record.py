@@ -25,6 +25,7 @@ from ..strict import count
 
 SEARCHES = ("named", "joint")  # for a plan
 OWN = "auto"  # the schedule of a plan whose stages and order a search found together
+JOINT, ORDERED = "joint search", "ordered for its costs"  # as such a plan is called, and one with its order alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,6 +131,7 @@ def rank_place(c: Configuration, place: Placement, p: int, *, context_bytes: flo
         streams=c.family.rule.is_asynchronous,
         context_bytes=context_bytes,
         num_messages=c.num_messages(p),
+        is_whole=not (c.lengths or (c.own.split_stages if c.own else c.family.splits_backward)),
     )
 
 

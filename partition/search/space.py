@@ -14,7 +14,7 @@ from ...schedules.families.family import Family
 from ...schedules.families.registry import family
 from ...schedules.ir import Schedule
 from ...schedules.placement import chunk_of_stages
-from ..plans.record import OWN
+from ..plans.record import JOINT, ORDERED, OWN
 from ..solve.orders import own_ranks
 
 _OWN = Family(name=OWN, build=Schedule, splits_backward=True)
@@ -167,7 +167,7 @@ class Configuration:
         schedule = self.schedule + (f" V={self.num_chunks}" if self.num_chunks > 1 else "")
         if self.own is not None:
             is_joint = self.schedule == OWN
-            schedule = f"joint search, {self.num_stages} stages" if is_joint else f"{schedule}, ordered for its costs"
+            schedule = f"{JOINT}, {self.num_stages} stages" if is_joint else f"{schedule}, {ORDERED}"
         schedule += f", slices of {'-'.join(map(str, self.lengths))} tokens" if self.lengths else ""
         schedule += " in pairs" if self.overlaps else ""
         return ", ".join([" x ".join(parts), schedule, f"microbatch {self.microbatch_size}"])

@@ -16,3 +16,5 @@ from .notation import in_order as in_order
 from .notation import only_if as only_if
 from .search import ContradictionError as ContradictionError
 from .solve import Constraints as Constraints
+
+__all__ = [name for name, value in [*globals().items()] if name[0] != "_" and not hasattr(value, "__spec__")]

@@ -69,6 +69,28 @@ def test_rows_that_contradict_each_other_fit_nothing() -> None:
     assert {*found.left_out} == {NO_FIT, SCALE, MORE}
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [Step(1.0, 0.5, 0.4)],
+        [Step(1.0, 0.5, 0.4), Step(1.0, 0.5, 0.45)],  # of one plan
+        [Step(1.0, 0.5, 0.4), Step(2.0, 0.5, 0.4)],
+        [Step(1.0, 0.5, 0.501)],
+    ],
+)
+def test_steps_shorter_than_their_links_alone_are_refused(rows: list[Step]) -> None:
+    """Devices came out 990 times as fast, without a word."""
+    with pytest.raises(ValueError, match=r"rows\[0\].seconds: 0.\d+: expected more than 0.501 s.* profile --links"):
+        calibrate(closed_form, rows, Scales())
+
+
+def test_steps_that_links_explain_or_that_others_outvote_are_not_refused() -> None:
+    noisy = calibrate(closed_form, [Step(0.02, 1.0, 0.99)], Scales())
+    assert noisy.constants == Scales()
+    outvoted = calibrate(closed_form, [Step(1.0, 0.5, 0.4), Step(2.0, 0.1, 1.05), Step(3.0, 0.1, 1.6)], Scales())
+    assert outvoted.choice == NO_FIT
+
+
 def test_few_rows_fit_the_scale_alone_and_slow_runs_move_little() -> None:
     for number in (1, 2):
         rows = steps(number, Scales(compute=0.5, links=0.5), lambda: 0.0)

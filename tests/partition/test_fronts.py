@@ -188,7 +188,8 @@ def compared(seed: int, words: tuple[str, ...] = RECOMPUTE, host: float | None =
         )  # slow links may hold up more than a plan counts
         most = max(held - own for held, own in zip(curve.total, sent, strict=True))
         said = found.memory[rank]  # without a workspace it is fullest behind the batch, and what it sends then are sums
-        assert most + (said.communication if said.workspace else 0.0) <= limit * (1 + 1e-9)
+        one = c.num_chunks == 1  # of several chunks messages count at the fullest moment, and are more at others
+        assert most + (said.communication if said.workspace and one else 0.0) <= limit * (1 + 1e-9)
     assert found.simulated_step_time <= named.simulated_step_time
     return named.simulated_step_time / least - 1, {stage.recompute for stage in named.stages}
 

@@ -238,10 +238,12 @@ def test_where_no_named_schedule_fits_a_found_one_may() -> None:
     split: dict[str, Any] = options | {"search": "named", "schedules": ("zb-h1",), "pipeline_sizes": (2,)}
     ordered = jointly(Profile(nodes=nodes), Cluster.from_levels([(2, 1e9)]), **split)
     assert (ordered.schedule, max(ordered.memory_bytes.values()), bool(ordered.order)) == ("zb-h1", 100.0, True)
+    assert ordered.exhibit().name == "plan of zb-h1, ordered for its costs"  # "plan of auto"
     with pytest.raises(ValueError, match=r"nothing fits the memory: .* needs 100 bytes of 99, 1 too many"):
         jointly(Profile(nodes=nodes), Cluster.from_levels([(2, 1e9)]), **split | {"memory_limit": 99.0})
     found = jointly(Profile(nodes=nodes), Cluster.from_levels([(2, 1e9)]), **options, pipeline_sizes=(2,))
     assert (found.schedule, max(found.memory_bytes.values())) == ("auto", 100.0)
+    assert found.exhibit().name == "plan of joint search"
     assert any(note.endswith("no named schedule fits the memory") for note in found.notes)
 
 

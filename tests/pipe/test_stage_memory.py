@@ -145,6 +145,34 @@ def test_plans_of_replicas_predict_what_was_held(gloo: Pool, name: str) -> None:
         assert name != "chunks" or peak == pytest.approx(measured, rel=0.05)
 
 
+def chunks_planned(P: int, V: int) -> tuple[float, float]:
+    """Predicted and measured bytes of this rank, whose messages weigh as much as what its stages keep."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(P * V)))
+    x, options = torch.randn(8 * 256, WIDTH), {"loss_fn": F.mse_loss, "optimizer": torch.optim.AdamW}
+    profile = profile_model(model, (x[:256],), target=x[:256], repetitions=1, seconds=0.05, **options)
+    seconds = {"forward_seconds": 1e-3, "backward_seconds": 2e-3, "input_grad_seconds": 0.0, "weight_grad_seconds": 0.0}
+    nodes = tuple(replace(node, **seconds) for node in profile.nodes)
+    sizes: dict[str, Any] = {"pipeline_sizes": (P,), "data_sizes": (1,), "microbatch_sizes": (256,)}
+    sizes |= {"schedules": "interleaved", "chunk_sizes": (V,), "recompute": "none"}
+    cluster = Cluster.from_levels([(P, 1e10)])
+    profile = replace(profile, nodes=nodes, step_seconds=None, slowdown=1.0)
+    found = plan(profile, cluster, global_batch=len(x), runnable=True, **sizes)
+    with sw.PipelineModule(model, **records(plan=found, example_inputs=(x,), **options)) as pipe:
+        pipe.train_step(x, x)
+        with pipe.watch_memory() as memory:
+            pipe.train_step(x, x)
+        return found.memory_bytes[pipe.rank], memory.peak_bytes
+
+
+@pytest.mark.thorough(but=["2-4"])
+@pytest.mark.parametrize(("P", "V"), [(2, 2), (2, 4), (3, 4)])
+def test_plans_of_chunks_predict_what_was_held(gloo: Pool, P: int, V: int) -> None:
+    """Never less, and with four chunks 9 to 18% more: messages counted as if all were there at the fullest moment."""
+    for predicted, measured in gloo.run(chunks_planned, ranks=P, args=(P, V)):
+        assert measured <= predicted <= 1.05 * measured
+
+
 def test_what_is_there_at_the_peak_by_hand() -> None:
     """GPipe on two ranks of this process: all microbatches are in flight when the first backward begins."""
     model, x, y = blocks()
