@@ -34,4 +34,5 @@ from .transport import TensorSpec as TensorSpec
 from .transport import Transport as Transport
 from .transport import TransportAround as TransportAround
 
-__all__ = [name for name, value in [*globals().items()] if name[0] != "_" and not hasattr(value, "__spec__")]
+# A type checker would take names that it cannot read for none.
+globals()["__all__"] = [n for n, v in [*globals().items()] if n[0] != "_" and not hasattr(v, "__spec__")]

@@ -207,12 +207,17 @@ class _TreatedRank:
         sent = float((after * self.most).sum()) if total - posted >= most else out * (total - posted)
         sent += out * min(ahead, n + self.place.streams)
         found = np.full(len(self.in_flight), into * min(posted + GRADIENTS_SENT, total) + sent)
-        if self.num_chunks > 1 and ahead >= n == total and self.place.is_whole:
+        # Outputs of the last stage, which the loss keeps whatever runs again, no cut counts: few may wait.
+        few = self.own[-1] + 1 < len(self.sums.after) or self.most[-1] <= 1
+        if self.num_chunks > 1 and ahead >= n == total and self.place.is_whole and few:
             # All are posted. A microbatch is to come, waits with its output, or has its gradient on its way. No more is
-            # subtracted than is kept and left, or a moment with less of all else would be fuller.
-            came = self.in_flight @ np.minimum(before, self.row("none")[0])
+            # subtracted than is kept and left, or a moment with less of all else would be fuller. What is kept may be
+            # the output, twice counted then, or else need not be what came.
             returned = self.states[:, : self.num_chunks] @ np.minimum(after, self.weights)
-            found = n / self.num_chunks * (before + after).sum() + self.in_flight @ after - came - returned
+            beside = n / self.num_chunks * (before + after).sum() + self.in_flight @ self.after - returned
+            came = [np.clip(self.row("none")[0] - twice, 0.0, self.before) for twice in (0.0, self.after)]
+            least, most_held = (beside - self.in_flight @ each for each in came)
+            found = np.minimum(np.maximum(found, least), most_held)
         return found / self.place.tensor
 
     @cached_property

@@ -183,6 +183,7 @@ def test_a_star_import_takes_what_a_room_offers_and_no_files(room: str) -> None:
     written = (Path(whole.__file__ or "").parent / "__init__.py").read_text(encoding="utf-8")
     offered = {*re.findall(r" as (\w+)$", written, re.MULTILINE)} or {*whole._FILE_OF}
     assert offered <= taken <= offered | {"annotations"}
+    assert not re.search(r"^__all__ = (?!\[$)", written, re.MULTILINE)  # of which a type checker makes no names at all
 
 
 @pytest.mark.thorough

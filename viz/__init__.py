@@ -15,4 +15,5 @@ from .perfetto import read_perfetto as read_perfetto
 from .perfetto import write_perfetto as write_perfetto
 from .sheet import FigureStyle as FigureStyle
 
-__all__ = [name for name, value in [*globals().items()] if name[0] != "_" and not hasattr(value, "__spec__")]
+# A type checker would take names that it cannot read for none.
+globals()["__all__"] = [n for n, v in [*globals().items()] if n[0] != "_" and not hasattr(v, "__spec__")]

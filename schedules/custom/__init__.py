@@ -17,4 +17,5 @@ from .notation import only_if as only_if
 from .search import ContradictionError as ContradictionError
 from .solve import Constraints as Constraints
 
-__all__ = [name for name, value in [*globals().items()] if name[0] != "_" and not hasattr(value, "__spec__")]
+# A type checker would take names that it cannot read for none.
+globals()["__all__"] = [n for n, v in [*globals().items()] if n[0] != "_" and not hasattr(v, "__spec__")]
