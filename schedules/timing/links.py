@@ -58,8 +58,7 @@ class Link:
             has one such message at a time. Where all ranks would wait for each other, senders compute on.
         buffer: bytes that the transport holds at either end of a link that meets. A sender computes on when no more are
             left to send; a message of at most two buffers doesn't wait for its receiver. An activation of any size
-            leaves once its sender has the gradient that it takes next, where the receiver, as in DeepSpeed's order,
-            sends that one before.
+            leaves once its sender has the gradient it takes next, if sent before, as DeepSpeed's order has it.
     """
 
     latency: float = 0.0

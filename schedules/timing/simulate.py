@@ -236,8 +236,7 @@ class _Simulation:
                 if at == len(codes) or unsent[rank]:
                     continue
                 code, k = codes[at], indices[at]
-                start = free_at[rank]
-                also = waits_also[rank]
+                start, also = free_at[rank], waits_also[rank]
                 for base in (*inputs[code], *also[at]) if at in also else inputs[code]:
                     arrival = arrived[base + k]
                     if arrival == _NOT_YET:
@@ -299,8 +298,7 @@ class _Simulation:
                 self.unsent[rank].add(slot)
             return self._let_go(pair, now)
         self.arrived[slot] = through = transit.carry(now)
-        if transit.held is not None:
-            self.free_at[rank] = max(self.free_at[rank], through - transit.latency - transit.held)
+        self.free_at[rank] = max(self.free_at[rank], through - transit.latency - (transit.held or 0.0))
         return [slot]
 
     def _send_late(self, rank: int, now: float, blocked: dict[int, list[int]]) -> Iterator[int]:
