@@ -57,8 +57,8 @@ class Link:
         meets: and whether that is only once the receiver has ended the action before the one that takes it; each rank
             has one such message at a time. Where all ranks would wait for each other, senders compute on.
         buffer: bytes that the transport holds at either end of a link that meets. A sender computes on when no more are
-            left to send; a message of at most two buffers doesn't wait for its receiver, only, if an activation, for
-            the gradient that its sender takes next, as in DeepSpeed's order, where the receiver sends that one before.
+            left to send; a message of at most two buffers doesn't wait for its receiver. An activation of any size
+            leaves once its sender has the gradient it takes next, if sent before, as DeepSpeed's order has it.
     """
 
     latency: float = 0.0

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -224,20 +225,18 @@ class _Simulation:
         outputs = [[self._sending(each) for each in outputs] for outputs in self.wiring.outputs]
         starts: list[list[float]] = [[] for _ in programs]
         ends: list[list[float]] = [[] for _ in programs]
-        position = [0] * len(programs)
-        free_at, unsent, later = self.free_at, self.unsent, self.later
+        free_at, unsent, later, position = self.free_at, self.unsent, self.later, [0] * len(programs)
         blocked: dict[int, list[int]] = {}  # slot -> the ranks that wait for it
         events: list[tuple[float, int]] = []  # (end of the running action, rank)
         ready, now = list(range(len(programs))), 0.0
-        while True:
+        while ready or events:
             for rank in ready:
                 codes, indices = programs[rank]
                 at = position[rank]
                 if at == len(codes) or unsent[rank]:
                     continue
                 code, k = codes[at], indices[at]
-                start = free_at[rank]
-                also = waits_also[rank]
+                start, also = free_at[rank], waits_also[rank]
                 for base in (*inputs[code], *also[at]) if at in also else inputs[code]:
                     arrival = arrived[base + k]
                     if arrival == _NOT_YET:
@@ -246,13 +245,14 @@ class _Simulation:
                     if arrival > start:
                         start = arrival
                 else:
-                    start = self._send_late(rank, start, ready, blocked) if later[rank] else start
+                    if later[rank]:
+                        ready += [*self._send_late(rank, start, blocked), rank]
+                        continue
                     starts[rank].append(start)
                     heappush(events, (start + durations[code][k], rank))
             if not events:
-                if ready := self._send_later(now):
-                    continue
-                break
+                ready = self._send_later(now)
+                continue
             now, rank = heappop(events)
             codes, indices = programs[rank]
             at = position[rank]
@@ -260,8 +260,7 @@ class _Simulation:
             if shared and self._is_put_off(events, now, rank, starts[rank][at], durations[code][k]):
                 ready = []
                 continue
-            position[rank] = at + 1
-            free_at[rank] = now
+            position[rank], free_at[rank] = at + 1, now
             ends[rank].append(now)
             ready = [rank]
             filled = self._finish(outputs[code], code, k, rank)
@@ -280,31 +279,32 @@ class _Simulation:
                 continue  # other actions still contribute
             if transits is None or (transit := transits[index]) is None:
                 self.arrived[base + index] = now + delays[index]
-            elif (pair := self.wiring.waits.get(base + index)) is not None:
-                self.held[pair].append((transit, base + index))
-                if transit.held is not None:
-                    self.unsent[rank].add(base + index)
-                filled += self._let_go(pair, now)
-                continue
-            elif base + index in self.wiring.later:
-                self.later[rank].append((transit, base + index))
-                continue
+            elif transit.held is None and base + index not in self.wiring.waits:
+                self.arrived[base + index] = transit.carry(now)
             else:
-                self.arrived[base + index] = through = transit.carry(now)
-                if transit.held is not None:
-                    self.free_at[rank] = max(self.free_at[rank], through - transit.latency - transit.held)
+                if base + index in self.wiring.later:
+                    self.later[rank].append((transit, base + index))
+                else:
+                    filled += self._send(transit, base + index, rank, now)
+                continue
             filled.append(base + index)
         return filled
 
-    def _send_late(self, rank: int, start: float, ready: list[int], blocked: dict[int, list[int]]) -> float:
-        """Send what waited for what this rank takes next; adds to `ready` who waits for it; returns when it computes
-        on [s]."""
-        for transit, slot in self.later[rank]:
-            self.arrived[slot] = through = transit.carry(start)
-            start = max(start, through - transit.latency - (transit.held or 0.0))
-            ready += blocked.pop(slot, ())
-        self.later[rank].clear()
-        return start
+    def _send(self, transit: Transit, slot: int, rank: int, now: float) -> list[int]:
+        """A message of this rank leaves as soon as it can; returns the slots that are filled."""
+        if (pair := self.wiring.waits.get(slot)) is not None:
+            self.held[pair].append((transit, slot))
+            if transit.held is not None:
+                self.unsent[rank].add(slot)
+            return self._let_go(pair, now)
+        self.arrived[slot] = through = transit.carry(now)
+        self.free_at[rank] = max(self.free_at[rank], through - transit.latency - (transit.held or 0.0))
+        return [slot]
+
+    def _send_late(self, rank: int, now: float, blocked: dict[int, list[int]]) -> Iterator[int]:
+        """Sends what waited for what this rank takes next; returns who waited for it."""
+        self.free_at[rank], sent, self.later[rank] = now, self.later[rank], []
+        return chain.from_iterable(blocked.pop(slot, ()) for each in sent for slot in self._send(*each, rank, now))
 
     def _post(self, rank: int, place: int, now: float, ready: list[int]) -> list[int]:
         """A rank posts its receives at a place of its program; returns the slots that they fill, and adds to `ready`

@@ -218,7 +218,7 @@ class ScheduleWiring:
                         if slow[p]:
                             self.waits[base + k] = self.routes[p][:2]
                             sent.setdefault(self.waits[base + k], []).append(base + k)
-                        elif self.routes[p].way.meets and code < self.num_stages:  # an activation
+                        if self.routes[p].way.meets and code < self.num_stages:  # an activation
                             first[base + k] = self._next_gradients(rank, at)
         for pair, slots in sent.items():
             late = [used.get(slot, (0, len(self.actions[pair[1]])))[1] for slot in reversed(slots)]

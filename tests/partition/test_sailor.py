@@ -138,7 +138,7 @@ def test_iterations_without_a_fit() -> None:
     """Of each cluster and model, and of the rows that are held out; and a run as foretold by another of its plan."""
     kinds = [[*own] for _, own in groupby(rows(), lambda row: row[1:3])]  # GPT-Neo and OPT-350; OPT-350 at first, later
     found = [(len(own), round(off(own), 3), round(tau(own), 2)) for own in kinds]
-    assert found == [(11, 0.087, 1.0), (15, 0.084, 0.89), (9, 0.019, 1.0), (8, 0.048, 0.86)]
+    assert found == [(11, 0.086, 1.0), (15, 0.084, 0.89), (9, 0.019, 1.0), (8, 0.048, 0.86)]
     held, twice = [row for row in rows() if row.number % 2], [row for row in rows() if row.again]
     assert [(round(off(each), 3), round(tau(each), 2)) for each in (rows(), held)] == [(0.064, 0.93), (0.055, 0.87)]
     assert [round(each(twice, lambda row: row.again), 3) for each in (off, tau)] == [0.050, 0.962]
@@ -189,51 +189,42 @@ def program(stage: int, number: int, batches: int) -> list[tuple[str, str, int, 
     return found
 
 
-@given(st.data(), st.integers(2, 5), st.integers(1, 9), st.integers(0, 6), st.sampled_from((0.5, 0.75, 1, 2)))
-def test_messages_in_buffers_as_in_deepspeed(
-    data: st.DataObject, number: int, batches: int, sent: int, held: float
+@given(st.data(), st.integers(2, 5), st.integers(1, 9), st.integers(0, 6), st.sampled_from((0, 0.5, 0.75, 1, 1.25, 2)))
+def test_messages_wait_as_in_deepspeed(
+    data: st.DataObject, number: int, batches: int, a_byte: int, held: float
 ) -> None:
-    """A message of one byte, of which either end holds so many: one follows the other, and its sender goes on when no
-    more is left to send."""
+    """Of messages that two buffers hold one follows the other, and their sender goes on when no more is left to send;
+    both ends of the others wait. An activation may be larger than its gradient, or smaller."""
     costs = [data.draw(st.lists(st.integers(1, 8), min_size=number, max_size=number)) for _ in "FB"]
+    sizes, latency = {op: data.draw(st.sampled_from((1.0, 2.0, 3.0))) for op in "FB"}, data.draw(st.integers(0, 4))
     programs, now = [program(stage, number, batches)[::-1] for stage in range(number)], [0.0] * number
     there: dict[tuple[int, str, int], float] = {}
     ends: dict[tuple[int, int], float] = {}
     while left := sum(map(len, programs)):
         for stage, own in enumerate(programs):
-            what, op, k, to = own[-1] if own else ("none", "", 0, stage)
-            if what == "none" or (what == "receive" and (to, op, k) not in there):
+            what, op, k, to = own[-1] if own else ("receive", "", 0, stage)
+            if what == "receive" and (to, op, k) not in there:
                 continue
             if what == "receive":
                 now[stage] = max(now[stage], there[to, op, k])
+            elif what == "send" and sizes[op] > 2 * held:
+                if programs[to][-1:] != [("receive", op, k, stage)]:
+                    continue
+                now[stage] = max(now[stage], now[to]) + a_byte * sizes[op]
+                there[stage, op, k] = now[to] = now[stage] + latency
             elif what == "send":
-                there[stage, op, k] = ends[stage, to] = max(now[stage], ends.get((stage, to), 0.0)) + sent
-                now[stage] = max(now[stage], ends[stage, to] - held * sent)
+                ends[stage, to] = max(now[stage], ends.get((stage, to), 0.0)) + a_byte * sizes[op]
+                there[stage, op, k] = ends[stage, to] + latency
+                now[stage] = max(now[stage], ends[stage, to] - held * a_byte)
             else:
                 now[stage] += costs[op == "B"][stage]
             own.pop()
         assert sum(map(len, programs)) < left
-    links = Links(network=Link(seconds_per_byte=sent, blocks=True, meets=True, buffer=held), activation_bytes=1.0)
-    schedule = build("1f1b", num_ranks=number, num_microbatches=batches)
-    assert simulate(schedule, Costs(forward=costs[0], backward=costs[1]), links).makespan == max(now)
-
-
-@given(st.data(), st.integers(2, 5), st.integers(1, 9), st.integers(0, 6))
-def test_both_ends_of_a_message_wait_as_in_deepspeed(data: st.DataObject, number: int, batches: int, sent: int) -> None:
-    costs = [data.draw(st.lists(st.integers(1, 8), min_size=number, max_size=number)) for _ in "FB"]
-    programs, now = [program(stage, number, batches)[::-1] for stage in range(number)], [0] * number
-    while left := sum(map(len, programs)):
-        for stage, own in enumerate(programs):
-            what, op, k, to = own[-1] if own else ("none", "", 0, stage)
-            if not what:
-                now[stage] += costs[op == "B"][stage]
-                own.pop()
-            elif what == "send" and programs[to][-1:] == [("receive", op, k, stage)]:
-                now[stage] = now[to] = max(now[stage], now[to]) + sent
-                own.pop()
-                programs[to].pop()
-        assert sum(map(len, programs)) < left
-    links = Links(network=Link(seconds_per_byte=sent, blocks=True, meets=True), activation_bytes=1.0)
+    links = Links(
+        network=Link(latency=latency, seconds_per_byte=a_byte, blocks=True, meets=True, buffer=held),
+        activation_bytes=sizes["F"],
+        gradient_bytes=sizes["B"],
+    )
     schedule = build("1f1b", num_ranks=number, num_microbatches=batches)
     assert simulate(schedule, Costs(forward=costs[0], backward=costs[1]), links).makespan == max(now)
 
