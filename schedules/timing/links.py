@@ -56,9 +56,10 @@ class Link:
         blocks: whether a rank continues computing only when its message has left.
         meets: and whether that is only once the receiver has ended the action before the one that takes it; each rank
             has one such message at a time. Where all ranks would wait for each other, senders compute on.
-        buffer: bytes that the transport holds at either end of a link that meets. A sender computes on when no more are
-            left to send; a message of at most two buffers doesn't wait for its receiver, only, if an activation, for
-            the gradient that its sender takes next, as in DeepSpeed's order, where the receiver sends that one before.
+        buffer: bytes that the transport holds at each end of a link that meets. A sender computes on once no more bytes
+            than that are left to send. A message of at most two buffers does not wait for its receiver. If it is an
+            activation, it waits for the gradient that its sender takes next, which the receiver sends first, as in
+            DeepSpeed's order.
     """
 
     latency: float = 0.0
