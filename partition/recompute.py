@@ -208,8 +208,9 @@ class _TreatedRank:
         sent += out * min(ahead, n + self.place.streams)
         found = np.full(len(self.in_flight), into * min(posted + GRADIENTS_SENT, total) + sent)
         if self.num_chunks > 1 and ahead >= n == total and self.place.is_whole:
-            # All are posted. A microbatch is to come, waits with its output, or has its gradient on its way. No more is
-            # subtracted than is kept and left, or a moment with less of all else would be fuller.
+            # All are posted. A microbatch is to come, waits with its output, or has its gradient on its way. One in
+            # flight subtracts at most what it keeps, a gradient of weights at most its own bytes: more of these are
+            # never fewer bytes.
             came = self.in_flight @ np.minimum(before, self.row("none")[0])
             returned = self.states[:, : self.num_chunks] @ np.minimum(after, self.weights)
             found = n / self.num_chunks * (before + after).sum() + self.in_flight @ after - came - returned

@@ -283,7 +283,7 @@ def _spread(name: str, value: Bytes, number: int) -> tuple[float, ...]:
 
 class Transit:
     """A message route in a simulation: each of its channels carries one message at a time; `free_at`: when they are
-    free; `held`: its sender computes on so long before the last byte has left, None: at once [s]."""
+    free; `held`: so long before the last byte leaves its sender computes on; None: it never waits [s]."""
 
     __slots__ = ("_channels", "_free_at", "held", "latency", "seconds")
 

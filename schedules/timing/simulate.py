@@ -297,8 +297,8 @@ class _Simulation:
         return filled
 
     def _send_late(self, rank: int, start: float, ready: list[int], blocked: dict[int, list[int]]) -> float:
-        """Send what waited for what this rank takes next; adds to `ready` who waits for it; returns when it computes
-        on [s]."""
+        """Send the messages that waited until this rank had its next input. Adds the ranks that wait for them to
+        `ready`, and returns when this one computes on [s]."""
         for transit, slot in self.later[rank]:
             self.arrived[slot] = through = transit.carry(start)
             start = max(start, through - transit.latency - (transit.held or 0.0))
