@@ -10,7 +10,7 @@ b(cut, ranks) = max of `loads` alone, which takes microseconds; the order is lis
 intervals, on these and on even stages in place. Others are given. The best on each ranks is a start. Two chains begin
 with the best two starts, as a start's stages and ranks decide how far a chain gets, the rest with the one that led
 further, until the budget is spent, or the best of them ended far above what something else has found. A chain is long:
-where there is little time, there is one, and it gets all that moves of named orders leave.
+where there is little time, there is one, from the best start of all, and it gets all that moves of named orders leave.
 
 **Moves**: a child x' of x is made in three steps, and evaluated in O(S M):
 
@@ -72,9 +72,10 @@ class ChainSearch:
         """The best states, the best one first, when so much of the budget is spent; none without a start."""
         least, reached = _LEAST, list[tuple[float, int]]()  # the value of each end, and its start
         while starts and self.incumbent.spent < end and not self.incumbent.is_over:
-            now, number, left = self.incumbent.spent, len(reached), self.evaluations_left(end)
+            now, evaluations, number = self.incumbent.spent, self.incumbent.evaluations, len(reached)
+            left = evaluations * (end - now) / max(now, 1e-9)  # at the pace so far
             if number == 0 and left < _SHORT:
-                least, end = 1, max(end, _ALONE)
+                least, end, starts = 1, max(end, _ALONE), sorted(starts, key=lambda each: each.value)
             part = (end - now) / max(1, least - number, round(left / _CHAIN))
             until = now + (1.0 - _ORDERS) * part
             start = number if number < min(_BEGUN, len(starts)) else min(reached)[1]
@@ -84,10 +85,6 @@ class ChainSearch:
             if self.ends[0].value > _HOPELESS * self.incumbent.value:
                 break
         return self.ends
-
-    def evaluations_left(self, end: float) -> float:
-        """Evaluations until so much of the budget is spent, at the pace so far."""
-        return self.incumbent.evaluations * (end - self.incumbent.spent) / max(self.incumbent.spent, 1e-9)
 
     def _cooling(self, until: float, hot: float, cold: float) -> Iterator[float]:
         """Falling temperatures [s] until so much of the budget is spent."""

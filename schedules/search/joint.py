@@ -35,7 +35,6 @@ from .synthesize import Synthesis, solve
 
 _NAMED = 0.1  # part of the budget after which no more named orders are tried
 _FIRST = 0.05  # part for moves of these
-_FEW, _LIMITED = 60_000, 0.25  # with fewer evaluations left, under a limit of memory, moves get so much more
 _CHAINS, _LAST = 0.8, 0.95  # parts that are spent after chains, and after moves of what they found
 _BEST = 5  # results that are moved in turn
 _DRAWN, _PLAYED, _SLID = 200, 30, 3  # cuts near one; those that are played, by their bounds; of these the best slide
@@ -223,8 +222,6 @@ class _JointSearch:
             if self.incumbent.is_over or self.incumbent.spent > _NAMED:
                 break
         self._move(self.incumbent.spent + _FIRST)
-        if min(self.chain.limits) < math.inf and chains.evaluations_left(_CHAINS) < _FEW:
-            self._move(self.incumbent.spent + _LIMITED)
         is_late = self.incumbent.is_over or (self.best and self.incumbent.spent >= _CHAINS)
         first = () if is_late else chains.starts([each.plain for each in self.best])
         for state in chains.run(first, _CHAINS):
