@@ -209,8 +209,7 @@ class _TreatedRank:
         found = np.full(len(self.in_flight), into * min(posted + GRADIENTS_SENT, total) + sent)
         if self.num_chunks > 1 and ahead >= n == total and self.place.is_whole:
             # All are posted. A microbatch is to come, waits with its output, or has its gradient on its way. One in
-            # flight subtracts at most what it keeps, a gradient of weights at most its own bytes: more of these are
-            # never fewer bytes.
+            # flight subtracts at most what it keeps, a gradient of weights at most itself: more are never fewer bytes.
             came = self.in_flight @ np.minimum(before, self.row("none")[0])
             returned = self.states[:, : self.num_chunks] @ np.minimum(after, self.weights)
             found = n / self.num_chunks * (before + after).sum() + self.in_flight @ after - came - returned

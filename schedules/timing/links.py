@@ -57,9 +57,8 @@ class Link:
         meets: and whether that is only once the receiver has ended the action before the one that takes it; each rank
             has one such message at a time. Where all ranks would wait for each other, senders compute on.
         buffer: bytes that the transport holds at each end of a link that meets. A sender computes on once no more bytes
-            than that are left to send. A message of at most two buffers does not wait for its receiver. If it is an
-            activation, it waits for the gradient that its sender takes next, which the receiver sends first, as in
-            DeepSpeed's order.
+            than that are left to send. A message of at most two buffers does not wait for its receiver. An activation
+            waits for the gradient that its sender takes next, which the receiver sends first, as in DeepSpeed.
     """
 
     latency: float = 0.0

@@ -50,8 +50,7 @@ def measured_inputs(
             and whether there is a norm.
         planned: where the steps do not show the overhead of a stage (one that always waits), theirs is subtracted from
             its messages.
-        many: makes one number of the samples of an input that occurs several times in a step: their median, or
-            `typical`. Of all others it is the median.
+        many: of the samples of an input that occurs several times in a step: median or `typical`; else the median.
     """
     found: dict[Input, list[float]] = defaultdict(list)
     seen = measured_shares(timelines)
