@@ -69,9 +69,9 @@ class Level:
             then; None: each has its own.
         sends: "beside": messages overlap with compute; "blocking": a rank continues computing only when its message has
             left; "rendezvous": so does the receiver, from its end of the action before the one that takes the message
-            (NCCL's send and receive in the order of a device's computations, as DeepSpeed's pipeline has them), for
-            messages of more than two buffers (see `schedules.Link`).
-        buffer_bytes: of a device at either end of such a message, that it sends before its receiver takes them. NCCL's
+            (NCCL's send and receive in the order of a device's computations, as DeepSpeed's pipeline has them), if the
+            message is larger than two buffers (see `schedules.Link`).
+        buffer_bytes: size of the buffer that a device has at its end of such a link, for "rendezvous" alone. NCCL's
             2 MiB between nodes are two channels (ncclTopoGetNchannels, 2.22) of NCCL_STEPS = 8 chunks of 128 KiB
             (NCCL_P2P_NET_CHUNKSIZE), which the proxies of both ends fill as soon as their hosts have called.
     """

@@ -114,8 +114,8 @@ def calibrate(
         evaluate: seconds of a row's plan with these constants; called about 20 times a row.
         rows: each with its measured `seconds`.
 
-    Raises ValueError for no rows, for seconds that are no finite numbers above 0, and where half of the rows are
-    faster than devices of any speed make their plans.
+    Raises ValueError for no rows, for seconds that are no finite numbers above 0, and where half of the rows or more
+    took less than their plans take on devices of any speed.
 
     >>> class Step(NamedTuple):
     ...     seconds: float

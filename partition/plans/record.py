@@ -25,7 +25,7 @@ from ..strict import count
 
 SEARCHES = ("named", "joint")  # for a plan
 OWN = "auto"  # the schedule of a plan whose stages and order a search found together
-JOINT, ORDERED = "joint search", "ordered for its costs"  # as such a plan is called, and one with its order alone
+JOINT, ORDERED = "joint search", "ordered for its costs"  # names of such a plan, and of one whose order alone was found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,7 +149,7 @@ def check_prediction(
     seen = measured_inputs(steps, known, planned=costs)
     # Sums that no plan contains, of tied weights, are new to the simulation.
     seen = {each: seconds for each, seconds in seen.items() if each in before or each.kind in ("sum", "held")}
-    # Rounding alone lets other messages go first, and measured ones do not queue: what is as predicted stays.
+    # Others keep their exact values: rounding could let another message go first, and measured ones do not queue.
     new = {each: s for each, s in seen.items() if not math.isclose(s, before.get(each, 0.0), rel_tol=_ROUNDING)}
     totals = [predicted.batch_seconds]
     values: dict[Input, float] = {}

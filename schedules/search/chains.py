@@ -9,8 +9,8 @@
 b(cut, ranks) = max of `loads` alone, which takes microseconds; the order is listed as if microbatches came at equal
 intervals, on these and on even stages in place. Others are given. The best on each ranks is a start. Two chains begin
 with the best two starts, as a start's stages and ranks decide how far a chain gets, the rest with the one that led
-further, until the budget is spent, or all ended far above what something else has found. A chain is long: where there
-is little time, there is one, and it gets all.
+further, until the budget is spent, or the best of them ended far above what something else has found. A chain is long:
+where there is little time, there is one, from the best start of all, and it gets all that moves of named orders leave.
 
 **Moves**: a child x' of x is made in three steps, and evaluated in O(S M):
 
@@ -44,7 +44,7 @@ _CHAIN = 80_000  # evaluations of a chain, about
 _SHORT = 22_000  # evaluations that are better spent on one chain
 _BEGUN = 2  # starts of chains: from worse ones chains seldom get as far
 _LEAST = 3  # chains, if several have time; the first shows whether more are worth it
-_HOPELESS = 1.01  # times the best value: a chain that ends above it is the last
+_HOPELESS = 1.01  # times the best value: where all chains so far ended above it, there are no more
 _ALONE = 0.9  # part of the budget that is spent after a chain, where there is time for one only
 _ENDS = 3  # best results that are kept
 _TRIES = 20  # order moves of a child without a better one
@@ -75,7 +75,7 @@ class ChainSearch:
             now, evaluations, number = self.incumbent.spent, self.incumbent.evaluations, len(reached)
             left = evaluations * (end - now) / max(now, 1e-9)  # at the pace so far
             if number == 0 and left < _SHORT:
-                least, end = 1, max(end, _ALONE)
+                least, end, starts = 1, max(end, _ALONE), sorted(starts, key=lambda each: each.value)
             part = (end - now) / max(1, least - number, round(left / _CHAIN))
             until = now + (1.0 - _ORDERS) * part
             start = number if number < min(_BEGUN, len(starts)) else min(reached)[1]

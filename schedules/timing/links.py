@@ -56,9 +56,9 @@ class Link:
         blocks: whether a rank continues computing only when its message has left.
         meets: and whether that is only once the receiver has ended the action before the one that takes it; each rank
             has one such message at a time. Where all ranks would wait for each other, senders compute on.
-        buffer: bytes that the transport holds at either end of a link that meets. A sender computes on when no more are
-            left to send; a message of at most two buffers doesn't wait for its receiver. An activation of any size
-            leaves once its sender has the gradient it takes next, if sent before, as DeepSpeed's order has it.
+        buffer: bytes that the transport holds at each end of a link that meets. A sender computes on once no more bytes
+            than that are left to send. A message of at most two buffers does not wait for its receiver. An activation
+            leaves once its sender has the gradient that it takes next, if that was sent before, as in DeepSpeed.
     """
 
     latency: float = 0.0
@@ -282,7 +282,7 @@ def _spread(name: str, value: Bytes, number: int) -> tuple[float, ...]:
 
 class Transit:
     """A message route in a simulation: each of its channels carries one message at a time; `free_at`: when they are
-    free; `held`: its sender computes on so long before the last byte has left, None: at once [s]."""
+    free; `held`: so long before the last byte leaves its sender computes on; None: it never waits [s]."""
 
     __slots__ = ("_channels", "_free_at", "held", "latency", "seconds")
 

@@ -50,7 +50,7 @@ def measured_inputs(
             and whether there is a norm.
         planned: where the steps do not show the overhead of a stage (one that always waits), theirs is subtracted from
             its messages.
-        many: of the samples of an input that a step has several of: their median, or what is `typical`.
+        many: of the samples of an input that occurs several times in a step: median or `typical`; else the median.
     """
     found: dict[Input, list[float]] = defaultdict(list)
     seen = measured_shares(timelines)
@@ -61,7 +61,7 @@ def measured_inputs(
             found[each].append(seconds)
     for stage, share in seen.items():
         if (summed := Input(Cause.SUMS, "sum", (stage,))) in found:
-            found[summed._replace(kind="held")] = [share * median(found[summed])]
+            found[summed._replace(kind="held")] = [share * seconds for seconds in found[summed]]
     between = _overheads(timelines, known)
     for stage, seconds in between.items():
         found[Input(Cause.OVERHEAD, "overhead", (stage,))].append(seconds)

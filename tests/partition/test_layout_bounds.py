@@ -312,7 +312,7 @@ def test_of_long_steps_the_bound_is_as_of_short_ones(limit: float) -> None:
 
 
 def test_messages_wait_for_sums_of_gradients_in_the_bound_of_any_cuts() -> None:
-    """Of the one way to cut four nodes into four stages: as if none waited, the bound was 9% below its step."""
+    """Four nodes have one cut into four stages. When none waited in the bound, it was 9% below the step."""
     profile, cluster = (
         chain(4, backward_seconds=1.0, parameter_bytes=20.0, activation_bytes=0.1),
         Cluster.from_levels([(4, 10.0)]),

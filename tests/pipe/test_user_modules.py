@@ -343,3 +343,19 @@ SET = r"attribute '(number|depth)' of a .* at .*eager_objects.py:\d+, in forward
 def test_what_code_between_modules_leaves_for_them_is_refused(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pipeline(made(make))
+
+
+class Headless(models.Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) if self.training else x
+
+
+def test_an_evaluation_may_run_fewer_modules() -> None:
+    model = made(Headless)
+    pipe = pipeline(model)
+    pipe.train_step(X, Y)
+    with torch.no_grad():
+        expected = torch.cat([model.eval()(x) for x in X.split(2)])
+    near(pipe.predict(X), expected)

@@ -1,11 +1,11 @@
 """A prediction held against measured steps: causes that add up, and the one input that was wrong by its name."""
 
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import pytest
-from support.inside import Cause, calibrate, measured_inputs, predicted_inputs, replicate
+from support.inside import Cause, Input, calibrate, measured_inputs, predicted_inputs, replicate
 from support.recorded import recorded
 from support.sizes import fitting
 
@@ -315,6 +315,21 @@ def test_what_sums_take_of_the_processor_is_blamed_on_sums(planned: float, true:
     named = {str(each.what) for each in found.wrong}
     assert named == (set() if planned == true else {f"all-reduce of stage {s} on the processor" for s in (1, 2)})
     assert seconds_of(found) == pytest.approx({} if planned == true else {Cause.SUMS: truth.makespan - found.predicted})
+
+
+def test_a_share_of_the_processor_is_of_what_counts_as_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median of the sums of a stream beside their mean: a share of 0.5 came out as 0.21."""
+    schedule, sums = replicate(build("2bw", num_ranks=1, num_microbatches=4), 2), AllReduce(stage=0, seconds=1.0)
+    steps = simulate(schedule, Costs(forward=1.0, backward=2.0), Links(network=Link(), sums=(sums,)))
+    later = [
+        tuple(span._replace(end=span.end + n % 3 // 2 * 4.0) for n, span in enumerate(trace.collectives))
+        for trace in steps.ranks
+    ]
+    ranks = tuple(replace(trace, collectives=own) for trace, own in zip(steps.ranks, later, strict=True))
+    monkeypatch.setitem(measured_inputs.__globals__, "measured_shares", lambda _: {0: 0.5})
+    found = measured_inputs([replace(steps, ranks=ranks)], many=fmean)
+    summed, held = (found[Input(Cause.SUMS, kind, (0,))] for kind in ("sum", "held"))
+    assert (summed, held) == (pytest.approx(7 / 3), pytest.approx(summed / 2))
 
 
 def test_updates_beside_gathers_are_not_longer_updates() -> None:

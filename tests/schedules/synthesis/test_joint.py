@@ -120,7 +120,11 @@ def test_chains_that_would_have_no_time_to_cool_are_one(
     starts = search.starts()
     assert len({tuple(each.ranks) for each in starts}) == len(starts)
     assert starts[1].value < 9 / 8 * starts[0].value
-    search.run(starts, 0.7)
+    if len(begun) == 1:  # as if the best one had few stages: a short chain from another ended up to 13% above
+        starts = sorted(starts, key=lambda each: each.value)
+        search.run([*starts[1:], starts[0]], 0.7)
+    else:
+        search.run(starts, 0.7)
     assert own == [starts[at] for at in begun]
 
 
