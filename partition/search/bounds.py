@@ -88,7 +88,7 @@ class LeastSeconds:
         own = m * c.num_chunks * around  # of F and B of a rank's stages
         # All of V and the schedule that counts: most numbers of chunks have the same bound.
         kind = (known.rule.is_asynchronous, known.splits_backward, c.num_chunks == 1, own, messages, c.least_slice)
-        key = (id(model), c.pipeline, c.data, c.tensor, m, kind)
+        key = (id(model), c.pipeline, c.data, c.tensor, m, kind, c.by_replica, c.ranks)
         if key not in self._known_works:
             self._known_works[key] = self._of_work(c, model, own=own, messages=messages)
         least = self._known_works[key]
@@ -170,16 +170,18 @@ class LeastSeconds:
 
     def _rounds(self, c: Configuration, profile: Profile) -> tuple[float, float]:
         """Seconds a byte of weights of sums over D ranks, and of an exchange of gradients and one of weights after it,
-        in the best of the places that stages of D T ranks may have; of several chunks those that keep a rank busy.
+        in the best of the places that the stages have; of several chunks those that keep a rank busy.
         0 for both where experts' weights are summed over fewer ranks."""
         is_one, gradients = c.num_chunks == 1, 0.0 if profile.sums_early else profile.gradient_ratio
         weights = 0.0 if profile.gathers_ahead else profile.gather_ratio
         context = profile.context  # members of a tensor group that hold the same weights
-        key = (c.data, c.tensor, is_one, gradients, weights, context)
+        stride, own = c.tensor // context, c.pipeline if c.by_replica else c.ranks
+        key = (c.data, c.tensor, is_one, gradients, weights, context, own)
         if profile.expert > 1:
             return 0.0, 0.0
         if key not in self._rings:
-            groups = self._fast.groups(c.data * context, stride=c.tensor // context)
+            in_a_row = self._fast.groups(c.data * context, stride=stride) if own is None else ()
+            groups: Sequence[Sequence[int]] = in_a_row or [ranks[::stride] for ranks in c.stage_ranks]
             whole, parts = (
                 times * min(link.seconds_a_byte * (1.0 if is_one else link.busy_share) for link in map(find, groups))
                 for times, find in ((gradients, self._fast.ring), (gradients + weights, self._fast.exchange))

@@ -261,6 +261,17 @@ def test_no_cuts_take_less_than_their_bounds(seeds: range) -> None:
     assert sorted(shares)[len(shares) // 2] > 0.85  # not all of it is left out
 
 
+def test_replicas_in_a_row_may_exchange_faster_than_stages_in_a_row() -> None:
+    """One rank of each node; stages in a row have two of a node, which share its card. The bound was that of these."""
+    levels = (Level(name="node", size=2, bandwidth=1.0), Level(name="rack", size=3, bandwidth=4.0))
+    profile = replace(chain(2, parameter_bytes=30.0), gradient_ratio=2.0)
+    evaluator, model = evaluator_of(profile, Cluster(levels=levels, rings="flat"), "full")
+    c = configuration(schedule="1f1b", pipeline=2, data=3, num_microbatches=6, by_replica=True)
+    in_order = replace(c, by_replica=False, ranks=tuple(map(tuple, c.stage_ranks)))
+    bounds, least = LeastSeconds(evaluator.topology), least_simulated(evaluator, c, 2)
+    assert 0.8 * least < bounds.of_configuration(c, model) == bounds.of_configuration(in_order, model) <= least
+
+
 @pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 200), marks=pytest.mark.thorough)])
 def test_whole_layers_are_bounded_more_tightly_and_never_above_any_cuts(seeds: range) -> None:
     """Equal layers between two others, in every cut: a rank has whole layers, and divides the state of all or none."""
